@@ -1,0 +1,1 @@
+"""Control plane of MARLaaS: schema, manager, storage, command line. Imports no torch."""

@@ -1,0 +1,36 @@
+"""Token ids and logprobs as bytes: int32 and float32, little endian."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    return _bytes(array("i", ids))
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    return _values("i", data)
+
+
+def pack_logprobs(logprobs: Sequence[float]) -> bytes:
+    return _bytes(array("f", logprobs))
+
+
+def unpack_logprobs(data: bytes) -> list[float]:
+    return _values("f", data)
+
+
+def _bytes(values: array) -> bytes:  # type: ignore[type-arg]
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tobytes()
+
+
+def _values(typecode: str, data: bytes) -> list:  # type: ignore[type-arg]
+    values = array(typecode, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values.tolist()

@@ -1,0 +1,164 @@
+"""Opening and closing rounds. A round is born with all its groups and episodes; the last one to close makes it ready."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+
+from sqlalchemy import Integer, cast, func, insert, select, update
+from sqlalchemy.orm import Session
+
+from app.manager import doorbells, events
+from app.models import Episode, Group, Job, PolicyVersion, Round
+from app.models.job import JobState, Wanted
+from app.models.round import EpisodeState, RoundKind, RoundState
+from app.specs.job import JobSpec
+
+LIVE_ROUND = (RoundState.ROLLING_OUT, RoundState.READY, RoundState.TRAINING)
+
+
+def episode_seed(job_seed: int, kind: str, version: int, group: int, index: int) -> int:
+    """A seed of its own for each episode, the same in every run of the same job (63 bits)."""
+    text = f"{job_seed}:{kind}:{version}:{group}:{index}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def open_round(session: Session, job: Job, kind: RoundKind) -> Round:
+    """Opens a round at the job's committed version and rings for admission. The caller holds the job's row lock."""
+    spec = JobSpec.model_validate(job.spec)
+    if kind == RoundKind.TRAIN:
+        groups, size = spec.hyperparameters.prompts_per_round, spec.hyperparameters.group_size
+        cursor = job.version * groups
+    else:
+        groups, size, cursor = spec.evaluation.prompts, spec.evaluation.samples, 0
+    digest = session.scalars(
+        select(PolicyVersion.weights_digest).where(PolicyVersion.job_id == job.id, PolicyVersion.version == job.version)
+    ).one()
+    round_ = Round(
+        tenant_id=job.tenant_id,
+        job_id=job.id,
+        kind=kind,
+        policy_version=job.version,
+        weights_digest=digest,
+        open_episodes=groups * size,
+        cursor=cursor,
+    )
+    session.add(round_)
+    session.flush()
+    group_ids = session.scalars(
+        insert(Group).returning(Group.id, sort_by_parameter_order=True),
+        [{"tenant_id": job.tenant_id, "round_id": round_.id, "index": g, "item": cursor + g} for g in range(groups)],
+    ).all()
+    session.execute(
+        insert(Episode),
+        [
+            {
+                "tenant_id": job.tenant_id,
+                "round_id": round_.id,
+                "group_id": group_id,
+                "index": i,
+                "policy_version": job.version,
+                "seed": episode_seed(spec.seed, kind, job.version, g, i),
+            }
+            for g, group_id in enumerate(group_ids)
+            for i in range(size)
+        ],
+    )
+    doorbells.ring_admission(session)
+    return round_
+
+
+def lock_rounds(session: Session, round_ids: set[int]) -> dict[int, Round]:
+    """Row locks on rounds, in order of id (lock order: job, round, episode)."""
+    rounds = session.scalars(
+        select(Round)
+        .where(Round.id.in_(round_ids))
+        .order_by(Round.id)
+        .with_for_update(key_share=True)
+        .execution_options(populate_existing=True)
+    ).all()
+    return {r.id: r for r in rounds}
+
+
+def count_down(session: Session, round_: Round, closed: int) -> None:
+    """Takes `closed` episodes off the open ones; the last makes the round ready. The caller holds the round's lock."""
+    round_.open_episodes -= closed
+    if closed and round_.open_episodes == 0 and round_.state == RoundState.ROLLING_OUT:
+        close_round(session, round_)
+
+
+def close_round(session: Session, round_: Round) -> None:
+    """All episodes are closed: a training round goes into the buffer, another one ends with its summary."""
+    job = session.get_one(Job, round_.job_id)
+    round_.ready_at = func.clock_timestamp()
+    if round_.kind == RoundKind.TRAIN:
+        round_.state = RoundState.READY
+        round_.doorbell_at = func.now()
+        doorbells.ring_training(session, job.base_model)
+        return
+    round_.state = RoundState.COMMITTED
+    round_.finished_at = func.clock_timestamp()
+    round_.summary = summarise(session, round_)
+    events.record(
+        session,
+        job,
+        f"{round_.kind}_finished",
+        f"{round_.kind} of version {round_.policy_version}: pass rate {round_.summary['pass_rate']:.3f}",
+        data=round_.summary,
+    )
+    doorbells.ring_admission(session)  # the job may be done; its row is locked there, before any round's
+
+
+def summarise(session: Session, round_: Round) -> dict[str, float]:
+    """Pass rate, mean reward and their like over the finished episodes of a round."""
+    row = session.execute(
+        select(
+            func.count(),
+            func.coalesce(func.avg(cast(Episode.passed, Integer)), 0),
+            func.coalesce(func.avg(Episode.reward), 0),
+            func.coalesce(func.avg(cast(Episode.truncated, Integer)), 0),
+        ).where(Episode.round_id == round_.id, Episode.state == EpisodeState.FINISHED)
+    ).one()
+    return {
+        "episodes": int(row[0]),
+        "pass_rate": float(row[1]),
+        "reward_mean": float(row[2]),
+        "truncated_share": float(row[3]),
+    }
+
+
+def finish_if_done(session: Session, job: Job) -> bool:
+    """Ends the job once its last version is committed and no evaluation is under way."""
+    spec = JobSpec.model_validate(job.spec)
+    if job.state != JobState.RUNNING or job.version < spec.hyperparameters.n_steps:
+        return False
+    if session.scalars(live_rounds(job.id).limit(1)).first() is not None:
+        return False
+    job.state = JobState.SUCCEEDED
+    job.finished_at = func.clock_timestamp()
+    events.record(session, job, "job_succeeded", f"finished with version {job.version}")
+    doorbells.ring_admission(session)  # a queued job may start
+    return True
+
+
+def live_rounds(job_id: uuid.UUID):  # type: ignore[no-untyped-def]
+    return select(Round.id).where(Round.job_id == job_id, Round.state.in_(LIVE_ROUND))
+
+
+def abandon_rounds(session: Session, job: Job) -> None:
+    """Ends every live round: claims, commits and renewals of its episodes find it gone."""
+    session.execute(
+        update(Round)
+        .where(Round.job_id == job.id, Round.state.in_(LIVE_ROUND))
+        .values(state=RoundState.ABANDONED, finished_at=func.clock_timestamp(), lease_until=None)
+    )
+
+
+def ensure_train_round(session: Session, job: Job) -> None:
+    """Opens the next training round where a running job has none. The caller holds the job's row lock."""
+    spec = JobSpec.model_validate(job.spec)
+    if job.state != JobState.RUNNING or job.wanted != Wanted.RUN or job.version >= spec.hyperparameters.n_steps:
+        return
+    live = session.scalars(live_rounds(job.id).where(Round.kind == RoundKind.TRAIN).limit(1)).first()
+    if live is None:
+        open_round(session, job, RoundKind.TRAIN)

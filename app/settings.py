@@ -1,0 +1,98 @@
+"""All settings, from MARLAAS_* variables (and DATABASE_URL, REDIS_URL as other services name them)."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+
+from pydantic import AliasChoices, Field, SecretStr
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DEFAULT_STATE_DIR = Path(".marlaas")
+ENVIRONMENT_FILE = "environment"  # in the state directory while the embedded stack runs, mode 0600
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="MARLAAS_", extra="ignore", populate_by_name=True)
+
+    # Where things are
+    state_dir: Path = DEFAULT_STATE_DIR  # embedded stack: data, credentials, logs
+    models_dir: Path | None = None  # base models; default <state_dir>/models
+    cache_dir: Path | None = None  # objects by digest; default <state_dir>/cache
+    cache_bytes: int = 4 << 30
+
+    # Services
+    database_url: SecretStr = Field(
+        SecretStr("postgresql+psycopg://marlaas@127.0.0.1:5432/marlaas"),
+        validation_alias=AliasChoices("MARLAAS_DATABASE_URL", "DATABASE_URL"),
+    )
+    # Each role may have a login of its own; else the owner's login takes the role with SET ROLE.
+    database_service_url: SecretStr | None = None
+    database_api_url: SecretStr | None = None
+    redis_url: SecretStr = Field(
+        SecretStr("redis://127.0.0.1:6379/0"),
+        validation_alias=AliasChoices("MARLAAS_REDIS_URL", "REDIS_URL"),
+    )
+    s3_endpoint_url: str | None = None
+    s3_public_endpoint_url: str | None = None  # presigned URLs are signed for this host
+    s3_bucket: str = "marlaas"
+    s3_region: str = "us-east-1"
+    s3_access_key: SecretStr | None = None
+    s3_secret_key: SecretStr | None = None
+    presign_seconds: int = 900
+
+    # The base model of this worker, and how much of the machine it may use
+    base_model: str | None = None  # name of a registered base model; default: the first one
+    rollout_threads: int = 1  # torch threads of the engine
+    training_threads: int = 1
+    cpu_affinity: str | None = None  # e.g. "0" or "0,1": cores this worker process is bound to
+    engine: str = "torch"
+    engine_slots: int = 32  # rows decoded at once
+    engine_adapter_slots: int = 8  # adapters resident at once
+    engine_kv_tokens: int = 65_536  # key/value cache, in tokens over all rows
+    max_lora_rank: int = 64
+    train_microbatch_tokens: int = 4096  # most tokens (padding included) of one micro-batch
+
+    # Deadlines and budgets, seconds
+    lease_seconds: float = 30.0
+    doorbell_seconds: float = 10.0  # admitted work not claimed this long is rung for again
+    heartbeat_seconds: float = 2.0
+    worker_dead_seconds: float = 10.0  # a worker silent this long has lost its leases
+    sweep_seconds: float = 2.0
+    generate_deadline_seconds: float = 600.0
+    training_deadline_seconds: float = 3600.0
+    tool_deadline_seconds: float = 30.0  # upper bound of one environment call
+    infrastructure_retries: int = 5
+    losses_before_alone: int = 2  # work lost this often by dying processes runs alone next
+
+    # Retention
+    keep_optimizer_states: int = 2  # latest K a job
+    keep_adapter_every: int = 1  # every Nth version (the first and the last are always kept)
+    keep_rounds_days: float = 30.0  # episodes and turns older than this are dropped
+    orphan_seconds: float = 3600.0  # a pending object older than this is an orphan
+
+    # Extra environments: comma-separated module names that register themselves
+    environment_modules: str = ""
+
+    web_host: str = "127.0.0.1"
+    web_port: int = 8000
+    log_json: bool = True
+    log_level: str = "INFO"
+
+    @property
+    def models_path(self) -> Path:
+        return self.models_dir or self.state_dir / "models"
+
+    @property
+    def cache_path(self) -> Path:
+        return self.cache_dir or self.state_dir / "cache"
+
+
+@lru_cache
+def get_settings() -> Settings:
+    """From the variables; where these name no database, from the embedded stack that runs in the state directory."""
+    if {"MARLAAS_DATABASE_URL", "DATABASE_URL"} & os.environ.keys():
+        return Settings()
+    state_dir = Path(os.environ.get("MARLAAS_STATE_DIR", DEFAULT_STATE_DIR))
+    return Settings(_env_file=state_dir / ENVIRONMENT_FILE)  # type: ignore[call-arg]  # pydantic-settings' own argument

@@ -1,0 +1,134 @@
+"""S3 through boto3: immutable puts with checksums, verified reads, presigned downloads (rule 4)."""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from base64 import b64encode
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from app.errors import InfrastructureFault, ObjectMissing
+from app.settings import get_settings
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+
+def version_prefix(tenant_id: uuid.UUID, job_id: uuid.UUID, version: int, attempt: int) -> str:
+    """Everything that one attempt makes of a version. A policy on `tenants/<tenant>/` scopes to one tenant;
+    `<prefix>adapter/` is a complete PEFT folder."""
+    return f"tenants/{tenant_id}/jobs/{job_id}/versions/{version:06d}/{attempt}/"
+
+
+def file_key(tenant_id: uuid.UUID, file_id: uuid.UUID) -> str:
+    return f"tenants/{tenant_id}/files/{file_id}.jsonl"
+
+
+@lru_cache
+def client(public: bool = False) -> S3Client:
+    """`public`: signs for the endpoint that tenants reach, as a presigned URL signs its host."""
+    settings = get_settings()
+    endpoint = (settings.s3_public_endpoint_url if public else None) or settings.s3_endpoint_url
+    secret = settings.s3_secret_key
+    access = settings.s3_access_key
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name=settings.s3_region,
+        aws_access_key_id=access.get_secret_value() if access else None,
+        aws_secret_access_key=secret.get_secret_value() if secret else None,
+        config=Config(
+            signature_version="s3v4",
+            s3={"addressing_style": "path"},
+            connect_timeout=5,
+            read_timeout=30,
+            retries={"max_attempts": 5, "mode": "standard"},
+            max_pool_connections=32,
+        ),
+    )
+
+
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def put(key: str, data: bytes) -> None:
+    """Uploads once: an object that exists already is never overwritten. The same bytes again are a success.
+
+    Raises InfrastructureFault when storage cannot be reached or holds other bytes under this key.
+    """
+    digest = hashlib.sha256(data)
+    try:
+        client().put_object(
+            Bucket=get_settings().s3_bucket,
+            Key=key,
+            Body=data,
+            IfNoneMatch="*",
+            ChecksumSHA256=b64encode(digest.digest()).decode(),
+            Metadata={"sha256": digest.hexdigest()},
+        )
+    except ClientError as error:
+        if error.response.get("Error", {}).get("Code") not in (
+            "PreconditionFailed",
+            "412",
+            "ConditionalRequestConflict",
+        ):
+            raise InfrastructureFault(f"upload of {key} failed: {error}") from error
+        if sha256_of(_read(key)) != digest.hexdigest():
+            raise InfrastructureFault(f"{key} exists already with other content") from error
+    except BotoCoreError as error:
+        raise InfrastructureFault(f"upload of {key} failed: {error}") from error
+
+
+def get(key: str, sha256: str) -> bytes:
+    """Downloads and checks an object. Raises ObjectMissing (gone, or not the bytes that were put), InfrastructureFault."""
+    data = _read(key)
+    if sha256_of(data) != sha256:
+        raise ObjectMissing(f"object {key} does not match its digest {sha256[:12]}…", param=key)
+    return data
+
+
+def _read(key: str) -> bytes:
+    try:
+        return client().get_object(Bucket=get_settings().s3_bucket, Key=key)["Body"].read()
+    except ClientError as error:
+        if error.response.get("Error", {}).get("Code") in ("NoSuchKey", "404"):
+            raise ObjectMissing(f"object {key} is gone from storage", param=key) from error
+        raise InfrastructureFault(f"download of {key} failed: {error}") from error
+    except (BotoCoreError, OSError) as error:
+        raise InfrastructureFault(f"download of {key} failed: {error}") from error
+
+
+def delete(key: str) -> None:
+    """Deletes an object; one that is gone already is fine."""
+    try:
+        client().delete_object(Bucket=get_settings().s3_bucket, Key=key)
+    except (ClientError, BotoCoreError) as error:
+        raise InfrastructureFault(f"deletion of {key} failed: {error}") from error
+
+
+def presign(key: str, filename: str) -> str:
+    """A URL that downloads the object for a short while, without credentials."""
+    return client(public=True).generate_presigned_url(
+        "get_object",
+        Params={
+            "Bucket": get_settings().s3_bucket,
+            "Key": key,
+            "ResponseContentDisposition": f'attachment; filename="{Path(filename).name}"',
+        },
+        ExpiresIn=get_settings().presign_seconds,
+    )
+
+
+def reachable() -> bool:
+    try:
+        client().head_bucket(Bucket=get_settings().s3_bucket)
+    except (ClientError, BotoCoreError):
+        return False
+    return True

@@ -1,0 +1,47 @@
+"""Fixtures for all tests. Services are real: one embedded stack a session, in a directory of its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app import db, migrate
+from app.embedded import EmbeddedStack
+from app.embedded.home import remove_state
+from app.settings import get_settings
+
+
+@pytest.fixture(scope="session")
+def state_dir() -> Iterator[Path]:
+    """A state directory that the servers' user can reach, removed at the end."""
+    path = Path(tempfile.mkdtemp(prefix="marlaas-test-"))
+    if os.geteuid() == 0:
+        path.chmod(0o711)
+    yield path
+    remove_state(path)
+
+
+@pytest.fixture(scope="session")
+def stack(state_dir: Path) -> Iterator[EmbeddedStack]:
+    """Postgres, Valkey and SeaweedFS; the settings of this process and of its children point at them."""
+    with EmbeddedStack(state_dir) as stack, pytest.MonkeyPatch.context() as patch:
+        for name, value in stack.environment().items():
+            patch.setenv(name, value)
+        get_settings.cache_clear()
+        db.engine.cache_clear()
+        yield stack
+    get_settings.cache_clear()
+    db.engine.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def database(stack: EmbeddedStack) -> str:
+    """The owner's URL of a database with the newest schema, into which the service and api roles can log in."""
+    url = stack.environment()["MARLAAS_DATABASE_URL"]
+    migrate.upgrade(url)
+    stack.create_logins()
+    return url

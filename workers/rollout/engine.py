@@ -1,0 +1,80 @@
+"""The engine protocol: token ids in, token ids and logprobs out, many adapters in one batch.
+
+Source of the contract: vLLM's AsyncLLM with LoRA requests; the torch engine and the vLLM engine keep it alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy, logprobs then of the softmax at temperature 1
+    top_p: float = 1.0
+    seed: int = 0  # fixes this request's own random stream
+    stop_ids: tuple[int, ...] = ()  # a sampled stop id ends the request and is part of the result
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    id: str  # unique among live requests
+    token_ids: Sequence[int]
+    adapter: str | None  # key given to `load_adapter`; None: the base model
+    sampling: SamplingParams
+    priority: int = 0  # lower goes first; returning turns go before new episodes
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    token_ids: list[int]
+    logprobs: list[
+        float
+    ]  # of each chosen token under the distribution it was sampled from (after temperature and top-p)
+    finish_reason: FinishReason
+    adapter_digest: str | None  # weights digest read from the slot that served the request; None: base model
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    slots: int  # rows the engine can decode at once
+    running: int
+    waiting: int
+    adapter_slots: int
+    resident: dict[str, str] = field(default_factory=dict)  # adapter key -> weights digest
+    steps: int = 0  # decode steps since start: progress, for leases
+    generated_tokens: int = 0
+    tokens_per_second: float = 0.0  # over the last seconds
+    busy_seconds: float = 0.0  # time spent with work since start
+
+
+class Engine(Protocol):
+    def generate(
+        self, request: GenerationRequest, on_token: Callable[[int, float], None] | None = None
+    ) -> Future[GenerationResult]:
+        """Queues a request. The future raises AdapterInvalid, ObjectMissing or InvalidRequest (does not fit: says the numbers)."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request early with reason `abort`; unknown ids are ignored."""
+        ...
+
+    def load_adapter(self, key: str, folder: Path) -> str:
+        """Registers PEFT adapter files under `key` (never reused for other weights) and returns the weights digest.
+
+        Raises AdapterInvalid when a tensor is not finite or does not fit, ObjectMissing when a file is gone.
+        """
+        ...
+
+    def unload_adapter(self, key: str) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,13 @@
+"""Celery tasks of the rollout queue."""
+
+from __future__ import annotations
+
+from app import broker
+from app.broker import celery
+
+
+@celery.task(name=broker.GENERATE)
+def generate(episode_ids: list[int]) -> None:
+    from workers.rollout.worker import rollout_worker
+
+    rollout_worker().generate(episode_ids)

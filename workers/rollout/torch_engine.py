@@ -1,0 +1,447 @@
+"""The embedded engine: continuous batching over a static key/value cache, many LoRA adapters in one batch.
+
+One thread owns the model. Each step admits waiting requests into a wave, prefills one chunk of the wave, and decodes one
+token for every live row. Live rows are always the cache rows 0..n-1: a row that leaves is replaced by the last one.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+import structlog
+import torch
+
+from app.errors import AdapterInvalid, InfrastructureFault, InvalidRequest, MarlaasError
+from workers.rollout.attention import DecodeAttention, KVCache, PrefillAttention, Span
+from workers.rollout.decoder import Decoder
+from workers.rollout.engine import EngineStats, FinishReason, GenerationRequest, GenerationResult
+from workers.rollout.sampling import RowParams, Sampled, random_stream, sample
+from workers.rollout.slots import AdapterBatch, AdapterRows, AdapterSlots, Slot
+
+PREFILL_TOKENS = 512  # most prompt tokens between two decode steps, so that a long prompt does not stall its neighbours
+SHARED_TOKENS = 16  # a common prefix at least this long is worth waiting one wave for
+RATE_SECONDS = 5.0  # window of tokens_per_second
+
+log = structlog.get_logger(__name__)
+OnToken = Callable[[int, float], None]
+
+
+@dataclass(eq=False)
+class Row:
+    """A request and what it has generated."""
+
+    request: GenerationRequest
+    future: Future[GenerationResult]
+    on_token: OnToken | None
+    slot: Slot | None = None
+    uniforms: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    aborted: bool = False
+    error: MarlaasError | None = None
+    finish: FinishReason | None = None
+
+    @property
+    def position(self) -> int:
+        """Of the last generated token, whose keys and values are not yet in the cache."""
+        return len(self.request.token_ids) + len(self.tokens) - 1
+
+    def take(self, token: int, logprob: float, finite: bool) -> None:
+        """Records a sampled token and decides whether the request ends."""
+        if not finite:
+            whose = "the base model" if self.slot is None else f"adapter {self.slot.key}"
+            kind = InfrastructureFault if self.slot is None else AdapterInvalid
+            self.error = kind(f"{whose} gave logits that are not finite")
+            return
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.on_token is not None:
+            try:
+                self.on_token(token, logprob)
+            except Exception as error:  # the caller's own code: its request fails, nobody else's
+                self.error = InfrastructureFault(f"the token callback raised {error!r}")
+        if token in self.request.sampling.stop_ids:
+            self.finish = "stop"
+        elif len(self.tokens) == self.request.sampling.max_tokens:
+            self.finish = "length"
+
+    @property
+    def ended(self) -> bool:
+        return self.aborted or self.error is not None or self.finish is not None
+
+    def resolve(self) -> None:
+        if self.error is not None:
+            self.future.set_exception(self.error)
+            return
+        digest = self.slot.digest if self.slot is not None else None
+        self.future.set_result(GenerationResult(self.tokens, self.logprobs, self.finish or "abort", digest))
+
+
+@dataclass(eq=False)
+class Prompt:
+    """One prompt of a wave and the rows that share it: a group's episodes are prefilled once."""
+
+    token_ids: list[int]
+    slot: Slot | None
+    rows: list[Row]
+    filled: int  # tokens whose keys and values are in the cache
+    logits: torch.Tensor | None = None  # [vocab], once all of it is
+
+
+@dataclass(eq=False)
+class Wave:
+    """Prompts that are prefilled together, in the cache rows from `base` on, above the live rows."""
+
+    base: int
+    prompts: list[Prompt]
+
+
+class TorchEngine:
+    """Implements `Engine` on the CPU."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        dtype: torch.dtype,
+        *,
+        slots: int,
+        adapter_slots: int,
+        kv_tokens: int,
+        max_lora_rank: int,
+        threads: int,
+    ) -> None:
+        """`slots`: rows decoded at once; `kv_tokens`: cache of all rows together. The thread count is the process's own."""
+        torch.set_num_threads(threads)
+        self.decoder = Decoder(model_path, dtype, rows=slots)
+        self.max_length = min(self.decoder.context, kv_tokens // slots)  # of one request, prompt included
+        layers = len(self.decoder.layers)
+        self._cache = KVCache(layers, slots, self.decoder.kv_heads, self.max_length, self.decoder.head_dim, dtype)
+        self._adapters = AdapterSlots(adapter_slots, self.decoder.shapes, layers, dtype, max_lora_rank)
+        self._adapter_slots = adapter_slots
+        self._slots = slots
+
+        self._wake = threading.Condition()  # guards the five below
+        self._waiting: list[tuple[int, int, Row]] = []  # heap of priority, order of arrival, row
+        self._requests: dict[str, Row] = {}
+        self._order = count()
+        self._aborts = False  # a request was aborted since the last step
+        self._closed = False
+
+        self._rows: list[Row] = []  # row i lives in cache row i
+        self._wave: Wave | None = None
+        self._batch: tuple[RowParams, AdapterRows | None] | None = None  # of `_rows`; None: they changed
+        self._concatenated: AdapterBatch | None = None
+
+        self._steps = self._generated = 0
+        self._busy = 0.0
+        self._recent: deque[tuple[float, int]] = deque()  # (when, tokens) of the last steps
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        self._thread.start()
+
+    # -- called from any thread
+
+    def generate(self, request: GenerationRequest, on_token: OnToken | None = None) -> Future[GenerationResult]:
+        row = Row(request, Future(), on_token)
+        row.future.set_running_or_notify_cancel()  # `abort` is the way to end a request early
+        try:
+            self._check(request)
+        except InvalidRequest as error:
+            row.future.set_exception(error)
+            return row.future
+        with self._wake:
+            if self._closed:
+                row.future.set_exception(InfrastructureFault("the engine is closed"))
+            elif request.id in self._requests:
+                row.future.set_exception(InvalidRequest(f"request {request.id} is already live", param="id"))
+            else:
+                self._requests[request.id] = row
+                heapq.heappush(self._waiting, (request.priority, next(self._order), row))
+                self._wake.notify()
+        return row.future
+
+    def abort(self, request_id: str) -> None:
+        with self._wake:
+            if request_id in self._requests:
+                self._requests[request_id].aborted = True
+                self._aborts = True
+
+    def load_adapter(self, key: str, folder: Path) -> str:
+        return self._adapters.register(key, folder)
+
+    def unload_adapter(self, key: str) -> None:
+        self._adapters.remove(key)
+
+    def stats(self) -> EngineStats:
+        with self._wake:
+            now = time.monotonic()
+            recent = [(when, tokens) for when, tokens in self._recent if now - when <= RATE_SECONDS]
+            waiting = len(self._waiting)
+            return EngineStats(
+                slots=self._slots,
+                running=len(self._requests) - waiting,
+                waiting=waiting,
+                adapter_slots=self._adapter_slots,
+                resident=self._adapters.resident(),
+                steps=self._steps,
+                generated_tokens=self._generated,
+                tokens_per_second=sum(tokens for _, tokens in recent) / RATE_SECONDS,
+                busy_seconds=self._busy,
+            )
+
+    def close(self) -> None:
+        """Stops the decode thread; requests that have not ended fail with InfrastructureFault."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _check(self, request: GenerationRequest) -> None:
+        ids, sampling = request.token_ids, request.sampling
+        if not ids or min(ids) < 0 or max(ids) >= self.decoder.vocab_size:
+            raise InvalidRequest(f"token_ids must be 1 or more ids under {self.decoder.vocab_size}", param="token_ids")
+        if sampling.max_tokens < 1:
+            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}; must be at least 1", param="max_tokens")
+        if len(ids) + sampling.max_tokens > self.max_length:
+            raise InvalidRequest(
+                f"{len(ids)} prompt tokens and max_tokens {sampling.max_tokens} make {len(ids) + sampling.max_tokens}, "
+                f"over this engine's {self.max_length} tokens a request",
+                param="max_tokens",
+            )
+        if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+            raise InvalidRequest(f"temperature is {sampling.temperature}; must be 0 or more", param="temperature")
+        if not 0 < sampling.top_p <= 1:
+            raise InvalidRequest(f"top_p is {sampling.top_p}; must be over 0 and at most 1", param="top_p")
+        if sampling.seed < 0:
+            raise InvalidRequest(f"seed is {sampling.seed}; must be 0 or more", param="seed")
+
+    # -- the decode thread
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closed or self._requests)
+                    if self._closed:
+                        break
+                started, generated = time.monotonic(), self._generated
+                try:
+                    self._step()
+                except Exception as error:
+                    log.exception("engine step failed")
+                    self._fail_live(InfrastructureFault(f"the engine step failed: {error!r}"))
+                now = time.monotonic()
+                with self._wake:
+                    self._busy += now - started
+                    self._recent.append((now, self._generated - generated))
+                    while now - self._recent[0][0] > RATE_SECONDS:
+                        self._recent.popleft()
+            with self._wake:
+                rows = list(self._requests.values())
+                self._waiting.clear()
+            self._fail(rows, InfrastructureFault("the engine was closed"))
+
+    def _step(self) -> None:
+        if self._aborts:
+            self._drop_aborted()
+        if self._wave is None:
+            self._admit()
+        if self._wave is not None:
+            self._prefill(self._wave)
+        if self._rows:
+            self._decode()
+        self._steps += 1
+
+    def _drop_aborted(self) -> None:
+        with self._wake:
+            self._aborts = False
+            dropped = [row for _, _, row in self._waiting if row.aborted]
+            self._waiting = [entry for entry in self._waiting if not entry[2].aborted]
+            heapq.heapify(self._waiting)
+        self._end(dropped)
+        self._leave()
+
+    def _admit(self) -> None:
+        """Takes waiting requests, in order, into a new wave, while rows, adapter slots and prefill tokens last.
+
+        A prompt that shares a prefix with one of the wave is held for the next wave, where it copies the prefix.
+        The first request whose adapter finds no slot stops the wave: else a stream of others could starve it.
+        """
+        base = len(self._rows)
+        prompts: list[Prompt] = []
+        held: list[tuple[int, int, Row]] = []
+        free, tokens = self._slots - base, 0
+        while free and tokens < PREFILL_TOKENS and len(held) < self._slots:
+            with self._wake:
+                if not self._waiting:
+                    break
+                entry = heapq.heappop(self._waiting)
+            row = entry[2]
+            try:
+                slot = row.slot = self._adapters.acquire(row.request.adapter) if row.request.adapter else None
+            except Exception as error:
+                self._fail([row], error if isinstance(error, MarlaasError) else InfrastructureFault(repr(error)))
+                continue
+            if slot is None and row.request.adapter:
+                held.append(entry)
+                break
+            ids = list(row.request.token_ids)
+            peers = [prompt for prompt in prompts if prompt.slot is slot]
+            same = next((prompt for prompt in peers if prompt.token_ids == ids), None)
+            if same is not None:
+                same.rows.append(row)
+            else:
+                source, shared = self._cached_prefix(ids, slot)
+                if any(_common(ids, prompt.token_ids) >= shared + SHARED_TOKENS for prompt in peers):
+                    if slot is not None:
+                        self._adapters.release(slot)
+                    held.append(entry)
+                    continue
+                self._cache.copy(source, base + len(prompts), shared)
+                prompts.append(Prompt(ids, slot, [row], filled=shared))
+                tokens += len(ids) - shared
+            row.uniforms = random_stream(row.request.sampling.seed, row.request.sampling.max_tokens)
+            free -= 1
+        with self._wake:
+            for entry in held:
+                heapq.heappush(self._waiting, entry)
+        if prompts:
+            self._wave = Wave(base, prompts)
+
+    def _cached_prefix(self, ids: list[int], slot: Slot | None) -> tuple[int, int]:
+        """The live row whose prompt shares most with `ids` under the same adapter, and how many tokens; at least one is left."""
+        shared = [
+            _common(ids, row.request.token_ids) if row.slot is slot and not row.ended else 0 for row in self._rows
+        ]
+        longest = max(shared, default=0)
+        return (shared.index(longest) if longest else 0), min(longest, len(ids) - 1)
+
+    def _prefill(self, wave: Wave) -> None:
+        """Runs the next chunk of the wave; the last one lets its rows join the batch."""
+        spans: list[Span] = []
+        ids: list[int] = []
+        slots: list[Slot | None] = []
+        done: list[tuple[Prompt, int]] = []  # prompts completed by this chunk, and where their last token is
+        for place, prompt in enumerate(wave.prompts):
+            count_ = min(len(prompt.token_ids) - prompt.filled, PREFILL_TOKENS - len(ids))
+            if not count_:
+                continue
+            start, prompt.filled = prompt.filled, prompt.filled + count_
+            spans.append(Span(wave.base + place, start, prompt.filled))
+            ids += prompt.token_ids[start : prompt.filled]
+            slots += [prompt.slot] * count_
+            if prompt.filled == len(prompt.token_ids):
+                done.append((prompt, len(ids) - 1))
+        attend = PrefillAttention(self._cache, spans, self.decoder.heads // self.decoder.kv_heads)
+        hidden = self.decoder.forward(torch.tensor(ids), attend, self._lora(slots))
+        if done:
+            logits = self.decoder.logits(hidden[[last for _, last in done]])
+            for (prompt, _), row in zip(done, logits, strict=True):
+                prompt.logits = row
+        if all(prompt.logits is not None for prompt in wave.prompts):
+            self._join(wave)
+
+    def _join(self, wave: Wave) -> None:
+        """Samples the first token of every row of the wave and puts the rows behind the live ones.
+
+        The prompts move down first, so that copies for rows that share one overwrite nothing that is still needed.
+        """
+        logits = torch.stack([prompt.logits for prompt in wave.prompts if prompt.logits is not None])
+        for place in range(len(wave.prompts)):
+            if not logits[place].isfinite().all():
+                self._cache.clear(wave.base + place)
+        first = len(self._rows)
+        for place, prompt in enumerate(wave.prompts):
+            self._cache.copy(wave.base + place, first + place, prompt.filled)
+        joining = [(prompt.rows[0], place) for place, prompt in enumerate(wave.prompts)]
+        for place, prompt in enumerate(wave.prompts):
+            for row in prompt.rows[1:]:
+                self._cache.copy(first + place, first + len(joining), prompt.filled)
+                joining.append((row, place))
+        rows = [row for row, _ in joining]
+        uniforms = torch.tensor([row.uniforms[0] for row in rows])
+        params = RowParams.of([row.request.sampling for row in rows])
+        sampled = sample(logits[[place for _, place in joining]], uniforms, params)
+        self._rows += rows
+        self._wave = self._batch = None
+        self._take(rows, sampled)
+
+    def _decode(self) -> None:
+        """One token for every live row."""
+        rows = self._rows
+        if self._batch is None:
+            params = RowParams.of([row.request.sampling for row in rows])
+            self._batch = params, self._lora([row.slot for row in rows])
+        params, lora = self._batch
+        attend = DecodeAttention(self._cache, torch.tensor([row.position for row in rows]))
+        hidden = self.decoder.forward(torch.tensor([row.tokens[-1] for row in rows]), attend, lora)
+        uniforms = torch.tensor([row.uniforms[len(row.tokens)] for row in rows])
+        self._take(rows, sample(self.decoder.logits(hidden), uniforms, params))
+
+    def _lora(self, slots: Sequence[Slot | None]) -> AdapterRows | None:
+        """The LoRA branch for rows on these slots; concatenates again only when the set of live adapters changed."""
+        active = {row.slot: None for row in self._live() if row.slot is not None}
+        if self._concatenated is None or set(self._concatenated.slots) != active.keys():
+            self._concatenated = AdapterBatch(list(active), self.decoder.shapes, len(self.decoder.layers))
+        return self._concatenated.rows(slots) if any(slots) else None
+
+    def _take(self, rows: Sequence[Row], sampled: Sampled) -> None:
+        values = zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.finite.tolist(), strict=True)
+        for row, (token, logprob, finite) in zip(rows, values, strict=True):
+            row.take(token, logprob, finite)
+        self._generated += len(rows)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Takes ended rows out of the batch; the last live row moves into each gap."""
+        ended = [place for place, row in enumerate(self._rows) if row.ended]
+        if not ended:
+            return
+        leaving = [self._rows[place] for place in ended]
+        for place in reversed(ended):
+            if self._rows[place].error is not None:
+                self._cache.clear(place)
+            last = self._rows.pop()
+            if place < len(self._rows):
+                self._cache.copy(len(self._rows), place, last.position)
+                self._rows[place] = last
+        self._batch = None
+        self._end(leaving)
+
+    def _live(self) -> list[Row]:
+        wave = [row for prompt in self._wave.prompts for row in prompt.rows] if self._wave is not None else []
+        return self._rows + wave
+
+    def _fail(self, rows: Sequence[Row], error: MarlaasError) -> None:
+        for row in rows:
+            row.error = error
+        self._end(rows)
+
+    def _fail_live(self, error: MarlaasError) -> None:
+        rows = self._live()
+        self._rows, self._wave, self._batch = [], None, None
+        self._fail(rows, error)
+
+    def _end(self, rows: Sequence[Row]) -> None:
+        """Gives back what the rows held, then tells their callers."""
+        with self._wake:
+            for row in rows:
+                del self._requests[row.request.id]
+        for row in rows:
+            if row.slot is not None:
+                self._adapters.release(row.slot)
+        for row in rows:
+            row.resolve()
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,197 @@
+"""What every worker process has: its stage, its heartbeat, its spans, draining, and an end when it is stuck.
+
+One process serves one stage, told by its queues: `celery -A workers worker -Q rollout`. Celery's signals start and
+stop it; the stage's own parts (engine, trainer, environments) are made at the first use.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from app.log import configure_logging
+from celery.signals import celeryd_init, setup_logging, worker_ready, worker_shutdown
+from sqlalchemy.exc import SQLAlchemyError
+
+from app.broker import celery
+from app.db import transaction
+from app.errors import InvalidRequest
+from app.manager import base_models, workers
+from app.manager.doorbells import ring_admission
+from app.manager.workers import Announcement
+from app.models import BaseModel
+from app.models.worker import WorkerKind
+from app.settings import get_settings
+from workers.spans import SpanRecorder
+
+log = structlog.get_logger(__name__)
+
+# Celery threads of each stage: a thread waits for its batch, so there are about as many as episodes or calls at once.
+THREADS = {WorkerKind.ROLLOUT: 32, WorkerKind.TOOLS: 32, WorkerKind.TRAINING: 1, WorkerKind.MANAGER: 4}
+
+EXIT_STUCK = 75  # as EX_TEMPFAIL: a supervisor starts the worker again
+
+
+@dataclass
+class Runtime:
+    """This process as a worker."""
+
+    kind: WorkerKind
+    name: str
+    boot: uuid.UUID = field(default_factory=uuid.uuid4)
+    base_model: BaseModel | None = None
+    spans: SpanRecorder = field(default_factory=SpanRecorder)
+    draining: bool = False
+    slots: int = 0
+    adapter_slots: int = 0
+    load: Callable[[], dict[str, Any]] = dict
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def claimant(self) -> str:
+        return f"{self.name}/{self.boot}"
+
+    def announcement(self) -> Announcement:
+        return Announcement(
+            name=self.name,
+            boot=self.boot,
+            kind=self.kind,
+            base_model=self.base_model.name if self.base_model else None,
+            slots=0 if self._stop.is_set() else self.slots,
+            adapter_slots=self.adapter_slots,
+            load=self.load(),
+        )
+
+    def beat(self) -> None:
+        """One heartbeat: announces this worker, stores its spans, learns whether to drain."""
+        with transaction() as session:
+            draining = workers.heartbeat(session, self.announcement())
+            self.spans.flush(session, self.name)
+        if draining and not self.draining:
+            self.drain()
+
+    def drain(self) -> None:
+        """Takes no more messages; what has started goes on to its end."""
+        self.draining = True
+        log.info("draining", worker=self.name)
+        for queue in [q.name for q in celery.amqp.queues.consume_from.values()]:
+            celery.control.cancel_consumer(queue, destination=[self.name], reply=False)
+
+    def start(self) -> None:
+        """Begins with a heartbeat in the database, so that work can be given, then beats until `stop`."""
+        with transaction() as session:
+            workers.heartbeat(session, self.announcement())
+            ring_admission(session)
+        threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
+
+    def _beat_on(self) -> None:
+        while not self._stop.wait(get_settings().heartbeat_seconds):
+            try:
+                self.beat()
+            except SQLAlchemyError as error:
+                log.warning("heartbeat_failed", error=str(error).splitlines()[0])
+
+    def stop(self) -> None:
+        self._stop.set()
+        try:
+            with transaction() as session:
+                self.spans.flush(session, self.name)
+                workers.retire(session, self.announcement())
+        except SQLAlchemyError as error:
+            log.warning("retire_failed", error=str(error).splitlines()[0])
+
+
+_runtime: Runtime | None = None
+
+
+def runtime() -> Runtime:
+    """This process's runtime. Raises InvalidRequest outside of a worker."""
+    if _runtime is None:
+        raise InvalidRequest("this process is not a worker")
+    return _runtime
+
+
+def kind_of(queues: list[str]) -> WorkerKind:
+    """The stage that serves these queues. Raises InvalidRequest when they are of several."""
+    kinds = {queue.partition(".")[0] for queue in queues} or {"manager"}
+    if len(kinds) > 1 or not kinds <= set(WorkerKind):
+        raise InvalidRequest(
+            f"a worker serves one stage: one of -Q {', '.join(k.value for k in WorkerKind)}, not {', '.join(queues)}"
+        )
+    return WorkerKind(kinds.pop())
+
+
+@celeryd_init.connect
+def on_init(sender: str, instance: Any, conf: Any, options: dict[str, Any], **_: Any) -> None:
+    """Before the worker is built: its stage, how many threads, which cores."""
+    global _runtime
+    queues = options.get("queues") or []
+    if isinstance(queues, str):
+        queues = queues.split(",")
+    kind = kind_of(list(queues))
+    settings = get_settings()
+    conf.worker_concurrency = THREADS[kind]
+    if settings.cpu_affinity:
+        os.sched_setaffinity(0, {int(core) for core in settings.cpu_affinity.split(",")})
+    _runtime = Runtime(kind, name=sender)
+    if kind in (WorkerKind.ROLLOUT, WorkerKind.TRAINING):
+        with transaction() as session:
+            model = base_models.served_model(session, settings.base_model)
+        for queue in queues:
+            if queue != f"{kind}{model.queue_suffix}":
+                raise InvalidRequest(
+                    f"base model {model.name!r} is served on queue {kind}{model.queue_suffix}, not {queue};"
+                    " set MARLAAS_BASE_MODEL or change -Q"
+                )
+        _runtime.base_model = model
+
+
+@worker_ready.connect
+def on_ready(**_: Any) -> None:
+    this = runtime()
+    if this.kind == WorkerKind.ROLLOUT:
+        from workers.rollout.worker import rollout_worker
+
+        rollout_worker()
+    elif this.kind == WorkerKind.TRAINING:
+        from workers.training.worker import training_worker
+
+        training_worker()
+    this.start()
+    log.info("worker_ready", worker=this.name, kind=this.kind)
+
+
+@worker_shutdown.connect
+def on_shutdown(**_: Any) -> None:
+    if _runtime is not None:
+        _runtime.stop()
+
+
+@setup_logging.connect
+def on_setup_logging(**_: Any) -> None:
+    configure_logging(_runtime.name if _runtime else "celery")
+
+
+class Watchdog:
+    """Ends the process when work makes no progress: a supervisor starts it anew, the sweep gives its work again."""
+
+    def __init__(self, busy: Callable[[], bool], progress: Callable[[], int], seconds: float) -> None:
+        self._busy, self._progress, self._seconds = busy, progress, seconds
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def _watch(self) -> None:
+        seen, since = self._progress(), time.monotonic()
+        while True:
+            time.sleep(min(5.0, self._seconds / 4))
+            now = self._progress()
+            if now != seen or not self._busy():
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self._seconds:
+                log.critical("stuck", seconds=self._seconds)
+                os._exit(EXIT_STUCK)
