@@ -7,7 +7,7 @@ import uuid
 from base64 import b64encode
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import boto3
 from botocore.config import Config
@@ -63,15 +63,23 @@ def put(key: str, data: bytes) -> None:
 
     Raises InfrastructureFault when storage cannot be reached or holds other bytes under this key.
     """
-    digest = hashlib.sha256(data)
+    _put(key, data, sha256_of(data))
+
+
+def put_stream(key: str, stream: BinaryIO, sha256: str) -> None:
+    """As `put`, from a seekable stream that is never whole in memory. Storage refuses bytes of another digest."""
+    _put(key, stream, sha256)
+
+
+def _put(key: str, body: bytes | BinaryIO, sha256: str) -> None:
     try:
         client().put_object(
             Bucket=get_settings().s3_bucket,
             Key=key,
-            Body=data,
+            Body=body,
             IfNoneMatch="*",
-            ChecksumSHA256=b64encode(digest.digest()).decode(),
-            Metadata={"sha256": digest.hexdigest()},
+            ChecksumSHA256=b64encode(bytes.fromhex(sha256)).decode(),
+            Metadata={"sha256": sha256},
         )
     except ClientError as error:
         if error.response.get("Error", {}).get("Code") not in (
@@ -80,7 +88,7 @@ def put(key: str, data: bytes) -> None:
             "ConditionalRequestConflict",
         ):
             raise InfrastructureFault(f"upload of {key} failed: {error}") from error
-        if sha256_of(_read(key)) != digest.hexdigest():
+        if sha256_of(_read(key)) != sha256:
             raise InfrastructureFault(f"{key} exists already with other content") from error
     except BotoCoreError as error:
         raise InfrastructureFault(f"upload of {key} failed: {error}") from error

@@ -1,4 +1,4 @@
-"""A tiny random model with a character tokenizer, as a transformers folder: loads in milliseconds, learns in seconds."""
+"""A tiny random model with a character tokenizer, as a transformers folder: loads and learns in no time."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -66,4 +67,25 @@ def tiny_model_folder(
         model = LlamaForCausalLM(tiny_config(tie_word_embeddings=tie_word_embeddings))
     model.to(dtype).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def tiny_adapter_folder(
+    model_folder: Path,
+    path: Path,
+    seed: int,
+    rank: int = 8,
+    alpha: float = 16.0,
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+) -> Path:
+    """Saves a random LoRA (B not zero) for the tiny model, made and written by peft."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(target_modules), task_type="CAUSAL_LM")
+        adapted = get_peft_model(model, config)
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        adapted.save_pretrained(path)
     return path

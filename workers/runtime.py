@@ -163,6 +163,10 @@ def on_ready(**_: Any) -> None:
         from workers.training.worker import training_worker
 
         training_worker()
+    elif this.kind == WorkerKind.TOOLS:
+        from workers.tools.worker import tools_worker
+
+        tools_worker().warm()
     this.start()
     log.info("worker_ready", worker=this.name, kind=this.kind)
 

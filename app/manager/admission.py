@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from sqlalchemy import Text, case, func, select, text, update
@@ -73,7 +74,7 @@ def _admit_for(session: Session, base_model: str, capacity: Capacity) -> int:
     in_flight: dict[object, int] = defaultdict(int)
     for row in rows:
         in_flight[row.tenant_id] += row.running + row.acting
-    shares = {
+    shares: dict[Hashable, Share] = {
         t.id: Share(t.weight, 0 if t.suspended else t.max_inflight_episodes - in_flight[t.id])
         for t in session.scalars(select(Tenant).where(Tenant.id.in_(in_flight)))
     }

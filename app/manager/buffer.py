@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import func, select, text, update
@@ -73,7 +73,7 @@ def claim_next(session: Session, base_model: str, claimant: str, lease_seconds: 
     ).all()
     if not rows:
         return None
-    spent = dict(
+    spent: dict[Hashable, float] = dict(
         session.execute(
             text(
                 "SELECT tenant_id, sum(extract(epoch FROM finished_at - training_at))::float8 FROM rounds"
@@ -140,7 +140,7 @@ def trajectories(session: Session, claim: TrainingClaim) -> list[list[StoredTraj
         turns[turn.episode_id].append(turn)
     groups: dict[int, list[StoredTrajectory]] = {}
     rows = session.execute(
-        select(Group.index.label("group"), Episode.id, Episode.index, Episode.reward, Episode.truncated, Episode.state)
+        select(Group.index.label("group"), Episode.id, Episode.index.label("place"), Episode.reward, Episode.truncated, Episode.state)
         .join(Episode, Episode.group_id == Group.id)
         .where(Group.round_id == claim.round_id, Episode.round_id == claim.round_id)
         .order_by(Group.index, Episode.index)
@@ -149,7 +149,7 @@ def trajectories(session: Session, claim: TrainingClaim) -> list[list[StoredTraj
         group = groups.setdefault(row.group, [])
         if row.state == EpisodeState.FINISHED:
             check_consistent(claim, turns[row.id])
-            group.append(_assemble(row.group, row.index, row.reward, row.truncated, turns[row.id]))
+            group.append(_assemble(row.group, row.place, row.reward, row.truncated, turns[row.id]))
     return list(groups.values())
 
 

@@ -116,7 +116,12 @@ def _round_contexts(session: Session, round_ids: set[int]) -> dict[int, RoundCon
         .join(Job, Job.id == Round.job_id)
         .where(Round.id.in_(round_ids))
     )
-    return {r.id: RoundContext(*r[:-1], spec=JobSpec.model_validate(r.spec)) for r in rows}
+    return {
+        r.id: RoundContext(
+            r.id, r.tenant_id, r.job_id, r.kind, r.policy_version, r.weights_digest, JobSpec.model_validate(r.spec)
+        )
+        for r in rows
+    }
 
 
 def adapter_files(session: Session, job_id: uuid.UUID, version: int) -> AdapterFiles:

@@ -23,6 +23,9 @@ from app.specs.job import JobSpec
 # A job that cannot be validated or started after this many doorbells fails by name.
 DOORBELL_BUDGET = 20
 
+# A validation or start that was begun is rung for again after this long.
+BEGIN_SECONDS = 60
+
 
 def lock_job(session: Session, job_id: uuid.UUID) -> Job:
     """The job under its row lock. NO KEY UPDATE: inserts that refer to the job do not wait for it."""
@@ -70,6 +73,18 @@ def submit(session: Session, tenant: Tenant, spec: JobSpec, *, submit_key: str |
     events.record(session, job, "job_created", "created; its files and prompts are checked next")
     doorbells.ring_validation(session, job.id)
     return job
+
+
+def begin(session: Session, job_id: uuid.UUID, state: JobState) -> Job | None:
+    """Claims a job's validation or start for a while, so that a doorbell that comes twice does nothing twice at once."""
+    claimed = session.scalars(
+        update(Job)
+        .where(Job.id == job_id, Job.state == state, Job.doorbell_at <= func.now())
+        .values(doorbell_at=func.now() + timedelta(seconds=BEGIN_SECONDS))
+        .returning(Job.id)
+        .execution_options(synchronize_session=False)
+    ).first()
+    return session.get(Job, claimed, populate_existing=True) if claimed else None
 
 
 def validated(session: Session, job_id: uuid.UUID) -> None:

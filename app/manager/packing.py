@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -23,13 +24,13 @@ def unpack_logprobs(data: bytes) -> list[float]:
     return _values("f", data)
 
 
-def _bytes(values: array) -> bytes:  # type: ignore[type-arg]
+def _bytes(values: array[Any]) -> bytes:
     if sys.byteorder == "big":
         values.byteswap()
     return values.tobytes()
 
 
-def _values(typecode: str, data: bytes) -> list:  # type: ignore[type-arg]
+def _values(typecode: str, data: bytes) -> list[Any]:
     values = array(typecode, data)
     if sys.byteorder == "big":
         values.byteswap()

@@ -65,7 +65,7 @@ _OLD_ADAPTER = (
 def expire_optimizers(session: Session) -> int:
     keep = get_settings().keep_optimizer_states
     statement = text(_EXPIRE.format(column="optimizer_object_id", old=_OLD_OPTIMIZER))
-    return session.execute(statement, {"keep": keep, "batch": BATCH}).rowcount  # type: ignore[attr-defined, no-any-return]
+    return session.execute(statement, {"keep": keep, "batch": BATCH}).rowcount  # type: ignore[attr-defined]
 
 
 def expire_adapters(session: Session) -> int:
@@ -94,7 +94,7 @@ def expire_orphans(session: Session) -> int:
         .where(StoredObject.id.in_(late))
         .values(state=ObjectState.EXPIRED, state_at=func.now())
         .execution_options(synchronize_session=False)
-    ).rowcount  # type: ignore[attr-defined, no-any-return]
+    ).rowcount  # type: ignore[attr-defined]
 
 
 def delete_expired() -> int:
@@ -133,7 +133,7 @@ def roll_up_usage(session: Session) -> int:
             " trained_tokens = d.trained_tokens + excluded.trained_tokens,"
             " busy_seconds = d.busy_seconds + excluded.busy_seconds"
         )
-    ).rowcount  # type: ignore[attr-defined, no-any-return]
+    ).rowcount  # type: ignore[attr-defined]
 
 
 def drop_old_turns(session: Session) -> int:

@@ -46,8 +46,8 @@ def heartbeat(session: Session, said: Announcement) -> bool:
         "adapter_slots": said.adapter_slots,
         "load": said.load,
     }
-    statement = insert(Worker).values(name=said.name, **values)
-    statement = statement.on_conflict_do_update(
+    new = insert(Worker).values(name=said.name, **values)
+    statement = new.on_conflict_do_update(
         index_elements=[Worker.name],
         set_={
             **values,
@@ -59,7 +59,7 @@ def heartbeat(session: Session, said: Announcement) -> bool:
                 .scalar_subquery(),
                 func.clock_timestamp(),
             ),
-            "draining": Worker.draining & (Worker.boot == statement.excluded.boot),
+            "draining": Worker.draining & (Worker.boot == new.excluded.boot),
         },
     ).returning(Worker.draining)
     return bool(session.execute(statement).scalar_one())

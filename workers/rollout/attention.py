@@ -12,7 +12,7 @@ LENGTH_BUCKET = 32  # decoding attends to the longest live row, rounded up to th
 
 
 class KVCache:
-    """Keys and values of all layers in one tensor [layers, rows, 2 * kv_heads, length, head_dim]; keys are the first half.
+    """Keys and values of all layers: `data` [layers, rows, 2 * kv_heads, length, head_dim], keys before values.
 
     Zeros at the start, and again after a row that went wrong: masked positions weigh 0, and 0 * NaN would be NaN.
     """

@@ -86,7 +86,7 @@ class Chat:
     @classmethod
     def load(cls, folder: Path) -> Chat:
         """Reads tokenizer and `generation_config.json` of a model folder."""
-        from transformers import AutoTokenizer
+        from transformers import PreTrainedTokenizerFast  # AutoTokenizer would import all of torch
 
         tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         return cls(tokenizer, generation_stop_ids(folder))

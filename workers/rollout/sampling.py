@@ -63,7 +63,7 @@ def sample(logits: torch.Tensor, uniforms: torch.Tensor, params: RowParams) -> S
 
 
 def nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keeps the fewest most likely tokens that hold at least top_p [n, 1] of the mass; renormalised (arXiv 1904.09751)."""
+    """Keeps the fewest most likely tokens that hold top_p [n, 1] of the mass, renormalised (arXiv 1904.09751)."""
     ordered, order = probs.sort(dim=-1, descending=True)
     before = ordered.cumsum(dim=-1) - ordered
     kept = torch.where(before < top_p, ordered, 0)
@@ -71,7 +71,10 @@ def nucleus(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_cdf(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first token whose cumulative probability exceeds uniform * total, and total [n]. Never a token of probability 0."""
+    """The first token whose cumulative probability exceeds uniform * total, and total [n].
+
+    Never a token of probability 0, whatever the rounding of the sums.
+    """
     n, vocab = probs.shape
     blocks = F.pad(probs, (0, -vocab % BLOCK)) if vocab % BLOCK else probs
     blocks = blocks.view(n, -1, BLOCK)

@@ -55,7 +55,8 @@ def fill_slot(
             raise AdapterInvalid(f"{name} has shape {list(tensor.shape)}, not {list(expected)}", param=name)
         stack = stacks[side].setdefault(module, torch.zeros(layers, *expected, dtype=dtype))
         held[name] = stack[int(layer)].copy_(tensor)
-        if not held[name].isfinite().all():
+        # Times the scaling, as the batch uses it: 0 times infinity in a neighbour's row would be NaN.
+        if not (held[name].float() * weights.scaling).to(dtype).isfinite().all():
             raise AdapterInvalid(f"adapter tensor {name} overflows {dtype}", param=name)
     if stacks["A"].keys() != stacks["B"].keys() or not held:
         raise AdapterInvalid("adapter lacks lora_A or lora_B tensors")
@@ -64,7 +65,10 @@ def fill_slot(
 
 
 class AdapterSlots:
-    """Registered adapters, of which at most `limit` are in memory; the least recently used without live requests makes room."""
+    """Registered adapters, of which at most `limit` are in memory.
+
+    The least recently used one without live requests makes room. Called from any thread.
+    """
 
     def __init__(
         self, limit: int, shapes: dict[str, tuple[int, int]], layers: int, dtype: torch.dtype, max_rank: int
@@ -186,8 +190,9 @@ class AdapterRows:
     _foreign: dict[str, torch.Tensor]  # fused projection -> [n, columns]: columns of other rows' adapters
 
     def add(self, fused: str, layer: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        """x [n, in], out [n, out] += the adapters' share. Filled, not multiplied: a foreign column may have overflowed."""
+        """x [n, in]; out [n, out] += each row's own adapter's share."""
         if fused in self._a:
+            # Filled, not multiplied by 0: another row's adapter may have overflowed.
             low = F.linear(x, self._a[fused][layer]).masked_fill_(self._foreign[fused], 0)
             out.addmm_(low, self._b[fused][layer])
 

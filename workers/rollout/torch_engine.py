@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching over a static key/value cache, many LoRA adapters in one batch.
 
-One thread owns the model. Each step admits waiting requests into a wave, prefills one chunk of the wave, and decodes one
-token for every live row. Live rows are always the cache rows 0..n-1: a row that leaves is replaced by the last one.
+One thread owns the model. Each step admits waiting requests into a wave, prefills one chunk of the wave, and decodes
+one token for every live row. Live rows are always cache rows 0..n-1: the last one moves into the gap of a leaving one.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class TorchEngine:
         max_lora_rank: int,
         threads: int,
     ) -> None:
-        """`slots`: rows decoded at once; `kv_tokens`: cache of all rows together. The thread count is the process's own."""
+        """`slots`: rows decoded at once; `kv_tokens`: cache of all rows; `threads`: of torch, in the whole process."""
         torch.set_num_threads(threads)
         self.decoder = Decoder(model_path, dtype, rows=slots)
         self.max_length = min(self.decoder.context, kv_tokens // slots)  # of one request, prompt included
@@ -157,6 +157,7 @@ class TorchEngine:
         except InvalidRequest as error:
             row.future.set_exception(error)
             return row.future
+        row.uniforms = random_stream(request.sampling.seed, request.sampling.max_tokens)
         with self._wake:
             if self._closed:
                 row.future.set_exception(InfrastructureFault("the engine is closed"))
@@ -250,6 +251,7 @@ class TorchEngine:
             self._fail(rows, InfrastructureFault("the engine was closed"))
 
     def _step(self) -> None:
+        self._steps += 1
         if self._aborts:
             self._drop_aborted()
         if self._wave is None:
@@ -258,7 +260,6 @@ class TorchEngine:
             self._prefill(self._wave)
         if self._rows:
             self._decode()
-        self._steps += 1
 
     def _drop_aborted(self) -> None:
         with self._wake:
@@ -308,16 +309,17 @@ class TorchEngine:
                 self._cache.copy(source, base + len(prompts), shared)
                 prompts.append(Prompt(ids, slot, [row], filled=shared))
                 tokens += len(ids) - shared
-            row.uniforms = random_stream(row.request.sampling.seed, row.request.sampling.max_tokens)
             free -= 1
         with self._wake:
             for entry in held:
                 heapq.heappush(self._waiting, entry)
-        if prompts:
-            self._wave = Wave(base, prompts)
+        self._wave = Wave(base, prompts) if prompts else None
 
     def _cached_prefix(self, ids: list[int], slot: Slot | None) -> tuple[int, int]:
-        """The live row whose prompt shares most with `ids` under the same adapter, and how many tokens; at least one is left."""
+        """The live row whose prompt shares most with `ids` under the same adapter, and how many tokens are shared.
+
+        At least the last token is left to compute: its logits are wanted.
+        """
         shared = [
             _common(ids, row.request.token_ids) if row.slot is slot and not row.ended else 0 for row in self._rows
         ]
@@ -331,13 +333,13 @@ class TorchEngine:
         slots: list[Slot | None] = []
         done: list[tuple[Prompt, int]] = []  # prompts completed by this chunk, and where their last token is
         for place, prompt in enumerate(wave.prompts):
-            count_ = min(len(prompt.token_ids) - prompt.filled, PREFILL_TOKENS - len(ids))
-            if not count_:
+            taken = min(len(prompt.token_ids) - prompt.filled, PREFILL_TOKENS - len(ids))
+            if not taken:
                 continue
-            start, prompt.filled = prompt.filled, prompt.filled + count_
+            start, prompt.filled = prompt.filled, prompt.filled + taken
             spans.append(Span(wave.base + place, start, prompt.filled))
             ids += prompt.token_ids[start : prompt.filled]
-            slots += [prompt.slot] * count_
+            slots += [prompt.slot] * taken
             if prompt.filled == len(prompt.token_ids):
                 done.append((prompt, len(ids) - 1))
         attend = PrefillAttention(self._cache, spans, self.decoder.heads // self.decoder.kv_heads)

@@ -126,8 +126,8 @@ class RolloutWorker:
                 running[future] = live
             except (JobFault, InvalidRequest, InfrastructureFault) as error:
                 faults.append((claim, error))
-        for claim, error in faults:
-            settle_fault(claim, error)
+        for claim, fault in faults:
+            settle_fault(claim, fault)
         deadline = time.monotonic() + get_settings().generate_deadline_seconds
         while running:
             done, _ = wait(running, timeout=max(0.0, deadline - time.monotonic()), return_when=FIRST_COMPLETED)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -41,6 +42,13 @@ class ToolsWorker:
         self.calls = 0
         this.slots = CALLS_AT_ONCE
         this.load = lambda: {"calls": self.calls}
+
+    def warm(self) -> None:
+        """Reads the tokenizers of the registered base models, so that the first job does not wait for that."""
+        with transaction() as session:
+            folders = [base_models.folder(model) for model in base_models.list_base_models(session)]
+        for folder in folders:
+            _chat(folder)
 
     # --- resets
 
@@ -177,13 +185,13 @@ class ToolsWorker:
     def validate(self, job_id: uuid.UUID) -> None:
         """Checks a new job's environment and its first prompts against the base model; then it may start, or it fails."""
         with transaction() as session:
-            job = session.get(Job, job_id)
-            if job is None or job.state != JobState.VALIDATING:
+            job = jobs.begin(session, job_id, JobState.VALIDATING)
+            if job is None:
                 return
             model = base_models.served_model(session, job.base_model)
         spec = JobSpec.model_validate(job.spec)
         try:
-            self._validate(job, spec, _chat(str(base_models.folder(model))), base_models.context_limit(model))
+            self._validate(job, spec, _chat(base_models.folder(model)), base_models.context_limit(model))
         except (JobFault, InvalidRequest) as error:
             where = f"{error.param}: " if error.param and not error.message.startswith(error.param) else ""
             with transaction() as session:
@@ -210,10 +218,8 @@ class ToolsWorker:
 
 
 @lru_cache(maxsize=4)
-def _chat(folder: str) -> Chat:
-    from pathlib import Path
-
-    return Chat.load(Path(folder))
+def _chat(folder: Path) -> Chat:
+    return Chat.load(folder)
 
 
 @lru_cache

@@ -21,8 +21,31 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 HEAD_CHUNK = 256  # positions whose vocabulary row exists at once
 
 
+class _LoraProduct(torch.autograd.Function):
+    """x·Wᵀ + bias + scaling·(x·Aᵀ)·Bᵀ with W and bias frozen; x [rows, in], A [rank, in], B [out, rank].
+
+    Autograd would form the same gradients with one more pass over x's and, for B, with a slower product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+    ) -> Tensor:
+        down = x @ a.t()
+        ctx.save_for_backward(x, weight, a, b, down)
+        ctx.scaling = scaling
+        return F.linear(x, weight, bias).addmm_(down, b.t(), alpha=scaling)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight, a, b, down = ctx.saved_tensors
+        grad_down = (grad @ b).mul_(ctx.scaling)
+        grad_x = (grad @ weight).addmm_(grad_down, a) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, grad_down.t() @ x, (grad.t() @ down).mul_(ctx.scaling), None
+
+
 class LoraLinear(nn.Module):
-    """y = x·Wᵀ + bias, plus scaling·(x·Aᵀ)·Bᵀ in one product while an adapter is set."""
+    """A frozen linear layer with, while an adapter is set, a LoRA branch."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -30,11 +53,10 @@ class LoraLinear(nn.Module):
         self.branch: tuple[Tensor, Tensor, float] | None = None  # A [rank, in], B [out, rank], scaling
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.branch is None:
+            return F.linear(x, self.weight, self.bias)
         rows = x.reshape(-1, x.shape[-1])
-        out = F.linear(rows, self.weight, self.bias)
-        if self.branch is not None:
-            a, b, scaling = self.branch
-            out = torch.addmm(out, rows @ a.t(), b.t(), alpha=scaling)
+        out: Tensor = _LoraProduct.apply(rows, self.weight, self.bias, *self.branch)
         return out.view(*x.shape[:-1], -1)
 
 
@@ -84,16 +106,19 @@ class _ChosenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=wide_head.dtype)
         entropies = torch.empty_like(logprobs)
         slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Two buffers for all chunks: fresh memory of this size costs more than the arithmetic on it.
+        buffers = torch.empty(2, min(HEAD_CHUNK, len(hidden)), len(wide_head), dtype=wide_head.dtype)
         for start in range(0, len(hidden), HEAD_CHUNK):
             chunk = slice(start, start + HEAD_CHUNK)
-            logits = (hidden[chunk].to(wide_head.dtype) / temperature) @ wide_head.t()
-            normalizers = logits.logsumexp(dim=-1)
+            scaled = hidden[chunk].to(wide_head.dtype) / temperature
+            p, log_p = buffers[0, : len(scaled)], buffers[1, : len(scaled)]
+            torch.log_softmax(torch.mm(scaled, wide_head.t(), out=p), dim=-1, out=log_p)
+            torch.exp(log_p, out=p)
             chosen = targets[chunk].unsqueeze(-1)
-            logprobs[chunk] = logits.gather(-1, chosen).squeeze(-1) - normalizers
-            p = (logits - normalizers.unsqueeze(-1)).exp_()
-            entropies[chunk] = normalizers - torch.linalg.vecdot(p, logits)
+            logprobs[chunk] = log_p.gather(-1, chosen).squeeze(-1)
+            entropies[chunk] = -torch.bmm(p.unsqueeze(1), log_p.unsqueeze(2)).view(-1)
             if slopes is not None:
-                p.scatter_add_(-1, chosen, -torch.ones_like(chosen, dtype=p.dtype))
+                p.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=p.dtype))
                 slopes[chunk] = (p.to(head.dtype) @ head) * (-1 / temperature)
         ctx.slopes = slopes
         ctx.mark_non_differentiable(entropies)

@@ -23,7 +23,7 @@ from app.manager import base_models, buffer, commit, jobs, objects
 from app.manager.buffer import StoredTrajectory, TrainingClaim
 from app.manager.commit import LostClaim, NewVersion
 from app.manager.objects import Upload
-from app.models import Job
+from app.models.job import JobState
 from app.models.object import ObjectKind
 from app.settings import get_settings
 from app.specs.job import JobSpec
@@ -86,7 +86,7 @@ class TrainingWorker:
     def start(self, job_id: uuid.UUID) -> None:
         """Publishes the fresh adapter of a job that has none. Twice does nothing the second time."""
         with transaction() as session:
-            job = session.get(Job, job_id)
+            job = jobs.begin(session, job_id, JobState.RUNNING)
             if job is None or jobs.has_version(session, job_id):
                 return
         spec = JobSpec.model_validate(job.spec)

@@ -1,0 +1,8 @@
+"""The Celery app as workers run it: with the worker's life cycle and its remote commands."""
+
+from __future__ import annotations
+
+from app.broker import celery as app
+from workers import control, runtime
+
+__all__ = ["app", "control", "runtime"]
