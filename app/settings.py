@@ -53,6 +53,7 @@ class Settings(BaseSettings):
     engine_kv_tokens: int = 65_536  # key/value cache, in tokens over all rows
     max_lora_rank: int = 64
     train_microbatch_tokens: int = 4096  # most tokens (padding included) of one micro-batch
+    max_round_episodes: int = 4096  # a round is in the trainer's memory as a whole
 
     # Deadlines and budgets, seconds
     lease_seconds: float = 30.0

@@ -1,4 +1,4 @@
-"""Alembic's environment: runs as the owner, with a lock timeout, so that a migration never queues behind a long reader."""
+"""Alembic's environment: runs as the owner, with a lock timeout, so that no migration queues behind a long reader."""
 
 from __future__ import annotations
 

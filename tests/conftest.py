@@ -28,9 +28,10 @@ def state_dir() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def stack(state_dir: Path) -> Iterator[EmbeddedStack]:
     """Postgres, Valkey and SeaweedFS; the settings of this process and of its children point at them."""
-    with EmbeddedStack(state_dir) as stack, pytest.MonkeyPatch.context() as patch:
+    with EmbeddedStack(state_dir, usual_ports=False) as stack, pytest.MonkeyPatch.context() as patch:
         for name, value in stack.environment().items():
             patch.setenv(name, value)
+        patch.setenv("MARLAAS_ENVIRONMENT_MODULES", "tests.toy")
         get_settings.cache_clear()
         db.engine.cache_clear()
         yield stack

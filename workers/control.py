@@ -1,4 +1,4 @@
-"""Remote commands: `celery -A workers inspect engine`, `celery -A workers control drain`."""
+"""Remote commands: `celery -A workers inspect engine`, `… control drain -d rollout@host`, `… control undrain`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 from celery.worker.control import control_command, inspect_command
 
 from app.db import transaction
-from app.errors import NotFound
 from app.manager import workers
+from app.manager.doorbells import ring_admission
 
 
 @inspect_command()
 def engine(state: Any) -> dict[str, Any]:
-    """What this worker's engine does: resident adapters, batch, tokens/s (other stages: their own load)."""
+    """What this worker does: resident adapters, batch, tokens/s (rollout), and the other stages' own load."""
     from workers.runtime import runtime
 
     this = runtime()
@@ -23,15 +23,24 @@ def engine(state: Any) -> dict[str, Any]:
 @control_command()
 def drain(state: Any) -> dict[str, str]:
     """Finish what has started and take no more."""
+    return _set_draining(True)
+
+
+@control_command()
+def undrain(state: Any) -> dict[str, str]:
+    """Take work again."""
+    return _set_draining(False)
+
+
+def _set_draining(draining: bool) -> dict[str, str]:
     from workers.runtime import runtime
 
     this = runtime()
-    for queue in list(state.consumer.task_consumer.queues):
-        state.consumer.cancel_task_queue(queue.name)
-    this.draining = True
-    try:
-        with transaction() as session:
-            workers.set_draining(session, this.name, True)
-    except NotFound as error:
-        return {"error": error.message}
-    return {"ok": f"{this.name} drains"}
+    with transaction() as session:
+        workers.set_draining(session, this.name, draining)
+        ring_admission(session)
+    if draining:
+        this.drain()
+    else:
+        this.undrain()
+    return {"ok": f"{this.name} {'drains' if draining else 'takes work again'}"}

@@ -10,18 +10,18 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-from app.log import configure_logging
 from celery.signals import celeryd_init, setup_logging, worker_ready, worker_shutdown
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.broker import celery
 from app.db import transaction
 from app.errors import InvalidRequest
+from app.log import configure_logging
 from app.manager import base_models, workers
 from app.manager.doorbells import ring_admission
 from app.manager.workers import Announcement
@@ -44,6 +44,7 @@ class Runtime:
 
     kind: WorkerKind
     name: str
+    queues: tuple[str, ...] = ()
     boot: uuid.UUID = field(default_factory=uuid.uuid4)
     base_model: BaseModel | None = None
     spans: SpanRecorder = field(default_factory=SpanRecorder)
@@ -73,15 +74,22 @@ class Runtime:
         with transaction() as session:
             draining = workers.heartbeat(session, self.announcement())
             self.spans.flush(session, self.name)
-        if draining and not self.draining:
-            self.drain()
+        if draining != self.draining:
+            self.drain() if draining else self.undrain()
 
     def drain(self) -> None:
         """Takes no more messages; what has started goes on to its end."""
         self.draining = True
         log.info("draining", worker=self.name)
-        for queue in [q.name for q in celery.amqp.queues.consume_from.values()]:
+        for queue in self.queues:
             celery.control.cancel_consumer(queue, destination=[self.name], reply=False)
+
+    def undrain(self) -> None:
+        """Takes messages again."""
+        self.draining = False
+        log.info("undrained", worker=self.name)
+        for queue in self.queues:
+            celery.control.add_consumer(queue, destination=[self.name], reply=False)
 
     def start(self) -> None:
         """Begins with a heartbeat in the database, so that work can be given, then beats until `stop`."""
@@ -117,9 +125,9 @@ def runtime() -> Runtime:
     return _runtime
 
 
-def kind_of(queues: list[str]) -> WorkerKind:
+def kind_of(queues: Sequence[str]) -> WorkerKind:
     """The stage that serves these queues. Raises InvalidRequest when they are of several."""
-    kinds = {queue.partition(".")[0] for queue in queues} or {"manager"}
+    kinds = {queue.partition(".")[0] for queue in queues}
     if len(kinds) > 1 or not kinds <= set(WorkerKind):
         raise InvalidRequest(
             f"a worker serves one stage: one of -Q {', '.join(k.value for k in WorkerKind)}, not {', '.join(queues)}"
@@ -134,12 +142,13 @@ def on_init(sender: str, instance: Any, conf: Any, options: dict[str, Any], **_:
     queues = options.get("queues") or []
     if isinstance(queues, str):
         queues = queues.split(",")
-    kind = kind_of(list(queues))
+    queues = tuple(queues) or (WorkerKind.MANAGER.value,)
+    kind = kind_of(queues)
     settings = get_settings()
     conf.worker_concurrency = THREADS[kind]
     if settings.cpu_affinity:
         os.sched_setaffinity(0, {int(core) for core in settings.cpu_affinity.split(",")})
-    _runtime = Runtime(kind, name=sender)
+    _runtime = Runtime(kind, sender, queues)
     if kind in (WorkerKind.ROLLOUT, WorkerKind.TRAINING):
         with transaction() as session:
             model = base_models.served_model(session, settings.base_model)

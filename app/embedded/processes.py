@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -75,10 +76,8 @@ def stop(process: subprocess.Popen[bytes], stop_signal: signal.Signals, timeout:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # its children, if it left any
-    except ProcessLookupError:
-        pass
 
 
 def processes_in(folder: Path, command: str) -> Iterator[int]:
@@ -108,10 +107,8 @@ def end_leftovers(folder: Path, command: str, stop_signal: signal.Signals, timeo
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    try:
+    with suppress(ProcessLookupError):  # it ended by itself
         os.kill(pid, number)
-    except ProcessLookupError:
-        pass  # it ended by itself
 
 
 def wait_until(condition: Callable[[], bool], timeout: float, what: str, poll: float = 0.05) -> None:

@@ -34,6 +34,7 @@ class Service(ABC):
         self.credentials = credentials
         self.data = home / self.name
         self.log = home / f"{self.name}.log"
+        self.preferred_ports = self.usual_ports
         self.ports: list[int] = []
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -68,7 +69,7 @@ class Service(ABC):
         """Starts the process on the ports it had before, else on free ones. Returns before it answers."""
         processes.end_leftovers(self.data, self.process_name, self.stop_signal, STOP_SECONDS)
         if not self.ports:
-            self.ports = choose_ports(self.usual_ports, grpc=self.grpc)
+            self.ports = choose_ports(self.preferred_ports, grpc=self.grpc)
         self.prepare()
         if self.log.exists():
             self.log.replace(self.log.with_suffix(".log.1"))
@@ -105,6 +106,10 @@ class Service(ABC):
         except self.not_ready:
             return False
         return self.running
+
+    def ask_to_stop(self) -> None:
+        if self._process is not None and self.running:
+            self._process.send_signal(self.stop_signal)
 
     def stop(self) -> None:
         """Stops it cleanly, within a deadline. Nothing happens when it does not run."""

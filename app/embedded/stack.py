@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal
 
 from app.embedded.credentials import load_or_create, write_private
 from app.embedded.home import services_home
+from app.embedded.ports import SEARCH
 from app.embedded.postgres import OWNER, Postgres
 from app.embedded.processes import ServiceFailed
 from app.embedded.seaweedfs import BUCKET, REGION, SeaweedFS
@@ -27,8 +29,10 @@ class EmbeddedStack:
     A server keeps its ports for the life of the stack, also over `stop`, `kill` and `start`.
     """
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, *, usual_ports: bool = True) -> None:
+        """`usual_ports`: tries the ports that such servers usually have first; else any, out of others' way."""
         self.state_dir = state_dir.resolve()
+        self.usual_ports = usual_ports
         self._services: dict[ServiceName, Service] = {}
         self._lock: IO[str] | None = None
 
@@ -42,8 +46,11 @@ class EmbeddedStack:
             self.postgres = Postgres(home, identity, credentials)
             self.valkey = Valkey(home, identity, credentials)
             self.seaweedfs = SeaweedFS(home, identity, credentials)
-            self._services = {"postgres": self.postgres, "valkey": self.valkey, "seaweedfs": self.seaweedfs}
+            # Postgres last: the others start while initdb runs.
+            self._services = {"seaweedfs": self.seaweedfs, "valkey": self.valkey, "postgres": self.postgres}
             for service in self._services.values():
+                if not self.usual_ports:
+                    service.preferred_ports = random.sample(SEARCH, len(service.preferred_ports))
                 service.launch()
             for service in self._services.values():
                 service.wait_ready()
@@ -62,7 +69,9 @@ class EmbeddedStack:
     def close(self) -> None:
         """Stops the servers and frees the state directory."""
         (self.state_dir / ENVIRONMENT_FILE).unlink(missing_ok=True)
-        for service in reversed(self._services.values()):
+        for service in self._services.values():
+            service.ask_to_stop()
+        for service in self._services.values():
             service.stop()
         if self._lock is not None:
             self._lock.close()
@@ -112,7 +121,7 @@ class EmbeddedStack:
 def _lock(path: Path) -> IO[str]:
     """Holds the directory until the file is closed or this process ends, however it ends."""
     try:
-        file = open(path, "w")
+        file = open(path, "w")  # noqa: SIM115  # open for as long as the lock is held
     except PermissionError as error:
         raise ServiceFailed(f"{path.parent} belongs to another user: {error}") from error
     try:

@@ -57,24 +57,41 @@ def folder(model: BaseModel) -> Path:
 
 
 def check_fits(session: Session, spec: JobSpec) -> None:
-    """Raises InvalidRequest where a job cannot run on its base model, with the numbers."""
+    """Raises InvalidRequest where a job cannot run on its base model or in this service, with the numbers."""
     settings = get_settings()
+    _check_rounds(spec, settings.max_round_episodes)
     model = session.get(BaseModel, spec.base_model)
     if model is None:
         known = ", ".join(m.name for m in list_base_models(session)) or "none yet: `marlaas model pull`"
-        raise InvalidRequest(f"unknown base model {spec.base_model!r}; known: {known}", param="base_model")
+        raise InvalidRequest(f"base_model: unknown {spec.base_model!r}; known: {known}", param="base_model")
     if spec.lora.rank > settings.max_lora_rank:
         raise InvalidRequest(
-            f"rank {spec.lora.rank} is over the engines' maximum of {settings.max_lora_rank}", param="lora.rank"
+            f"lora.rank: {spec.lora.rank} is over the engines' maximum of {settings.max_lora_rank}; lower it",
+            param="lora.rank",
         )
     length = sampled_tokens(spec)
     limit = context_limit(model)
     if length >= limit:
         raise InvalidRequest(
-            f"{spec.environment.max_turns} turns of {spec.sampling.max_tokens} tokens are {length},"
-            f" which leaves no room for a prompt in {limit} tokens; lower sampling.max_tokens or environment.max_turns",
+            f"sampling.max_tokens: {spec.environment.max_turns} turns of {spec.sampling.max_tokens} tokens are"
+            f" {length}, which leaves no room for a prompt in {limit} tokens; lower it or environment.max_turns",
             param="sampling.max_tokens",
         )
+
+
+def _check_rounds(spec: JobSpec, most: int) -> None:
+    """A round is trained on in one piece, so its episodes must fit the trainer's memory."""
+    h, e = spec.hyperparameters, spec.evaluation
+    rounds = [("hyperparameters.prompts_per_round", h.prompts_per_round, h.group_size, "hyperparameters.group_size")]
+    if e.every:
+        rounds.append(("evaluation.prompts", e.prompts, e.samples, "evaluation.samples"))
+    for field, prompts, samples, other in rounds:
+        if prompts * samples > most:
+            raise InvalidRequest(
+                f"{field}: {prompts} prompts of {samples} episodes are {prompts * samples}, over the most a round may"
+                f" hold, {most}; lower it or {other}",
+                param=field,
+            )
 
 
 def sampled_tokens(spec: JobSpec) -> int:

@@ -6,11 +6,12 @@ import uuid
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import func, select, text, update
+from sqlalchemy import Row, func, select, text, update
 from sqlalchemy.orm import Session
 
-from app.errors import Conflict
+from app.errors import JobFault
 from app.manager import jobs, rounds
 from app.manager.episodes import lease
 from app.manager.fairness import Ready, next_to_train
@@ -23,6 +24,12 @@ from app.specs.job import JobSpec
 
 # Training time of this long counts for whose turn it is.
 FAIRNESS_WINDOW_SECONDS = 600
+
+
+class MixedVersions(JobFault):
+    """A round holds turns that were not made by exactly its policy version."""
+
+    code = "mixed_versions"
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,13 @@ class StoredTrajectory:
 def claim_next(session: Session, base_model: str, claimant: str, lease_seconds: float) -> TrainingClaim | None:
     """Takes the next ready round of this base model, or None. Two workers never get the same one."""
     rows = session.execute(
-        select(Round.id, Job.tenant_id, func.extract("epoch", Round.ready_at).label("ready_at"), Tenant.weight)
+        select(
+            Round.id,
+            Round.job_id,
+            Job.tenant_id,
+            func.extract("epoch", Round.ready_at).label("ready_at"),
+            Tenant.weight,
+        )
         .join(Job, Job.id == Round.job_id)
         .join(Tenant, Tenant.id == Job.tenant_id)
         .where(
@@ -69,7 +82,6 @@ def claim_next(session: Session, base_model: str, claimant: str, lease_seconds: 
             Job.wanted == Wanted.RUN,
             Tenant.suspended.is_(False),
         )
-        .with_for_update(of=Round, skip_locked=True)
     ).all()
     if not rows:
         return None
@@ -81,15 +93,31 @@ def claim_next(session: Session, base_model: str, claimant: str, lease_seconds: 
                 " AND finished_at > now() - make_interval(secs => :window) GROUP BY tenant_id"
             ),
             {"window": FAIRNESS_WINDOW_SECONDS},
-        )
-        .tuples()
-        .all()
+        ).all()
     )
-    ready = [Ready(r.id, r.tenant_id, float(r.ready_at)) for r in rows]
-    chosen = next_to_train(ready, spent, {r.tenant_id: r.weight for r in rows})
-    session.execute(
+    ready = {r.id: Ready(r.id, r.tenant_id, float(r.ready_at)) for r in rows}
+    jobs_of = {r.id: r.job_id for r in rows}
+    while ready:
+        chosen = next_to_train(list(ready.values()), spent, {r.tenant_id: r.weight for r in rows})
+        with session.begin_nested() as savepoint:
+            if claim := _take(session, chosen, jobs_of[chosen], claimant, lease_seconds):
+                return claim
+            savepoint.rollback()  # frees the job's lock
+        del ready[chosen]
+    return None
+
+
+def _take(
+    session: Session, round_id: int, job_id: uuid.UUID, claimant: str, lease_seconds: float
+) -> TrainingClaim | None:
+    """Claims this round, unless another worker has it or its job is not to run any more. The job's lock is what a pause
+    takes: an update starts before it or not at all."""
+    job = jobs.lock_job(session, job_id)
+    if job.state != JobState.RUNNING or job.wanted != Wanted.RUN:
+        return None
+    taken = session.scalars(
         update(Round)
-        .where(Round.id == chosen)
+        .where(Round.id == round_id, Round.state == RoundState.READY)
         .values(
             state=RoundState.TRAINING,
             attempt=Round.attempt + 1,
@@ -97,9 +125,12 @@ def claim_next(session: Session, base_model: str, claimant: str, lease_seconds: 
             training_at=func.clock_timestamp(),
             worker=claimant,
         )
-    )
-    round_ = session.get_one(Round, chosen, populate_existing=True)
-    job = session.get_one(Job, round_.job_id)
+        .returning(Round.id)
+        .execution_options(synchronize_session=False)
+    ).first()
+    if taken is None:
+        return None
+    round_ = session.get_one(Round, round_id, populate_existing=True)
     version = session.get_one(PolicyVersion, (job.id, round_.policy_version))
     optimizer = version.optimizer_object_id and session.get_one(StoredObject, version.optimizer_object_id)
     return TrainingClaim(
@@ -131,16 +162,33 @@ def renew(session: Session, claim: TrainingClaim, lease_seconds: float) -> bool:
 def trajectories(session: Session, claim: TrainingClaim) -> list[list[StoredTrajectory]]:
     """The round's finished episodes by group, ordered by (group, index), never by arrival.
 
-    Raises Conflict when a turn is of another version or other weights (rule 1; the schema refuses it as well).
+    Raises MixedVersions when a turn is of another version or other weights (rule 1; the schema refuses it as well).
     """
-    turns: dict[int, list[Turn]] = defaultdict(list)
-    for turn in session.scalars(
-        select(Turn).where(Turn.round_id == claim.round_id).order_by(Turn.episode_id, Turn.index)
+    turns: dict[int, list[Row[Any]]] = defaultdict(list)
+    for turn in session.execute(
+        select(
+            Turn.episode_id,
+            Turn.kind,
+            Turn.policy_version,
+            Turn.weights_digest,
+            Turn.context_ids,
+            Turn.sampled_ids,
+            Turn.logprobs,
+        )
+        .where(Turn.round_id == claim.round_id)
+        .order_by(Turn.episode_id, Turn.index)
     ):
         turns[turn.episode_id].append(turn)
     groups: dict[int, list[StoredTrajectory]] = {}
     rows = session.execute(
-        select(Group.index.label("group"), Episode.id, Episode.index.label("place"), Episode.reward, Episode.truncated, Episode.state)
+        select(
+            Group.index.label("group"),
+            Episode.id,
+            Episode.index.label("place"),
+            Episode.reward,
+            Episode.truncated,
+            Episode.state,
+        )
         .join(Episode, Episode.group_id == Group.id)
         .where(Group.round_id == claim.round_id, Episode.round_id == claim.round_id)
         .order_by(Group.index, Episode.index)
@@ -153,18 +201,17 @@ def trajectories(session: Session, claim: TrainingClaim) -> list[list[StoredTraj
     return list(groups.values())
 
 
-def check_consistent(claim: TrainingClaim, turns: Sequence[Turn]) -> None:
+def check_consistent(claim: TrainingClaim, turns: Sequence[Row[Any]]) -> None:
     for turn in turns:
         policy = turn.kind == TurnKind.POLICY
         if turn.policy_version != claim.policy_version or (policy and turn.weights_digest != claim.weights_digest):
-            raise Conflict(
+            raise MixedVersions(
                 f"episode {turn.episode_id} holds a turn of version {turn.policy_version} ({turn.weights_digest});"
-                f" round {claim.round_id} is of version {claim.policy_version} ({claim.weights_digest})",
-                code="mixed_versions",
+                f" round {claim.round_id} is of version {claim.policy_version} ({claim.weights_digest})"
             )
 
 
-def _assemble(group: int, index: int, reward: float, truncated: bool, turns: Sequence[Turn]) -> StoredTrajectory:
+def _assemble(group: int, index: int, reward: float, truncated: bool, turns: Sequence[Row[Any]]) -> StoredTrajectory:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -192,3 +239,11 @@ def give_back(session: Session, claim: TrainingClaim, message: str) -> None:
     round_.lease_until = None
     round_.worker = None
     round_.doorbell_at = func.now()  # rung again by the sweep: that is the back-off
+
+
+def fail_job(session: Session, claim: TrainingClaim, code: str, message: str) -> None:
+    """A fault of the job's own fails it, unless the round is another attempt's by now: that one decides."""
+    job = jobs.lock_job(session, claim.job_id)
+    round_ = rounds.lock_rounds(session, {claim.round_id})[claim.round_id]
+    if round_.state == RoundState.TRAINING and round_.attempt == claim.attempt:
+        jobs.fail(session, job, code, message)

@@ -1,4 +1,4 @@
-"""The one transaction that consumes a round and publishes version v+1 (rule 3), and the one that publishes version 0."""
+"""The one transaction that consumes a round and publishes version v+1 (rule 3), and that of version 0."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import func, insert, select, text, update
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from app.errors import Conflict
 from app.manager import events, jobs, rounds
-from app.manager.buffer import TrainingClaim
+from app.manager.buffer import MixedVersions, TrainingClaim
 from app.models import Job, PolicyVersion, Round, StepMetrics, StoredObject, UsageEntry
 from app.models.job import JobState, Wanted
 from app.models.object import ObjectState
@@ -48,7 +47,7 @@ class NewVersion:
 def commit_round(session: Session, claim: TrainingClaim, new: NewVersion, metrics: dict[str, Any]) -> int:
     """Publishes version v+1 and opens the next round or ends the job; returns the new version.
 
-    Raises LostClaim when the claim is not held any more, Conflict when the round is not of one version.
+    Raises LostClaim when the claim is not held any more, MixedVersions when the round is not of one version.
     """
     job = jobs.lock_job(session, claim.job_id)
     round_ = rounds.lock_rounds(session, {claim.round_id})[claim.round_id]
@@ -126,15 +125,15 @@ def _go_on(session: Session, job: Job, new: NewVersion) -> None:
     if rounds.finish_if_done(session, job):
         return
     rounds.ensure_train_round(session, job)
+    jobs.settle_pause(session, job)
 
 
 def check_single_version(session: Session, job: Job, round_: Round) -> None:
     """Rule 1, once more at the commit: all of the round's turns are of its version and of its weights."""
     if job.version != round_.policy_version or round_.open_episodes != 0:
-        raise Conflict(
+        raise MixedVersions(
             f"round {round_.id} is of version {round_.policy_version} with {round_.open_episodes} episodes open;"
-            f" the job is at version {job.version}",
-            code="mixed_versions",
+            f" the job is at version {job.version}"
         )
     mixed = session.execute(
         text(
@@ -144,10 +143,7 @@ def check_single_version(session: Session, job: Job, round_: Round) -> None:
         {"round": round_.id, "version": round_.policy_version, "digest": round_.weights_digest},
     ).scalar_one()
     if mixed:
-        raise Conflict(
-            f"round {round_.id} holds {mixed} turns that are not of version {round_.policy_version}",
-            code="mixed_versions",
-        )
+        raise MixedVersions(f"round {round_.id} holds {mixed} turns that are not of version {round_.policy_version}")
 
 
 def make_live(session: Session, object_ids: Sequence[uuid.UUID]) -> None:
@@ -178,26 +174,24 @@ def is_committed(session: Session, claim: TrainingClaim) -> bool:
 
 
 def commit_initial(session: Session, job_id: uuid.UUID, new: NewVersion) -> bool:
-    """Publishes version 0, the fresh adapter, and opens the first round. False when it is there already or not wanted."""
+    """Publishes version 0, the fresh adapter, and opens the first round. False where it is there, or not wanted."""
     job = jobs.lock_job(session, job_id)
-    if job.state != JobState.RUNNING:
+    if job.state != JobState.RUNNING or jobs.has_version(session, job.id):
         return False
     make_live(session, new.objects)
-    version = PolicyVersion(
-        job_id=job.id,
-        version=0,
-        tenant_id=job.tenant_id,
-        weights_digest=new.weights_digest,
-        adapter_object_id=new.adapter_object_id,
-        config_object_id=new.config_object_id,
-        optimizer_object_id=new.optimizer_object_id,
-        optimizer_steps=0,
+    session.add(
+        PolicyVersion(
+            job_id=job.id,
+            version=0,
+            tenant_id=job.tenant_id,
+            weights_digest=new.weights_digest,
+            adapter_object_id=new.adapter_object_id,
+            config_object_id=new.config_object_id,
+            optimizer_object_id=new.optimizer_object_id,
+            optimizer_steps=0,
+        )
     )
-    try:
-        with session.begin_nested():
-            session.add(version)
-    except IntegrityError:
-        return False
+    session.flush()
     events.record(session, job, "job_started", "version 0, the fresh adapter, is published")
     spec = JobSpec.model_validate(job.spec)
     if spec.evaluation.every:

@@ -1,25 +1,27 @@
-"""Episodes move by claims: one UPDATE that takes a lease and raises the attempt number, and a fenced UPDATE that records.
+"""Episodes move by claims: an UPDATE that takes a lease and raises the attempt number, and a fenced one that records.
 
 A message only names episodes. A duplicate, late or forged one finds the claim taken or the state gone, and does
-nothing; a worker that comes back from the dead fails the fence (rule 2).
+nothing; a worker that comes back from the dead fails the fence (rule 2). Statements on many episodes lock them in
+order of id, so that no two wait for each other.
 """
 
 from __future__ import annotations
 
+import json
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import func, insert, literal, select, text, update
+from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.orm import Session
 
 from app.manager import admission, doorbells, jobs, rounds
 from app.manager.packing import pack_ids, pack_logprobs, unpack_ids
 from app.models import Episode, Group, Job, PolicyVersion, Round, StoredObject, Turn, UsageEntry
-from app.models.round import EpisodeState, RoundKind, RoundState, TurnKind
+from app.models.round import IN_FLIGHT, EpisodeState, RoundKind, RoundState, TurnKind
 from app.settings import get_settings
 from app.specs.job import JobSpec
 
@@ -80,15 +82,22 @@ def claim_resets(session: Session, group_ids: Sequence[int], claimant: str, leas
 
 
 def _claim(session: Session, which: Any, state: EpisodeState, claimant: str, lease_seconds: float) -> list[Claim]:
-    rows = session.execute(
-        update(Episode)
+    free = (
+        select(Episode.id)
+        .join(Round, Round.id == Episode.round_id)
         .where(
             which,
             Episode.state == state,
             Episode.lease_until.is_(None) | (Episode.lease_until < func.now()),
-            Round.id == Episode.round_id,
             Round.state == RoundState.ROLLING_OUT,
         )
+        .order_by(Episode.id)
+        .with_for_update(of=Episode, key_share=True, skip_locked=True)
+        .cte("free")
+    )
+    rows = session.execute(
+        update(Episode)
+        .where(Episode.id == free.c.id)
         .values(attempt=Episode.attempt + 1, lease_until=lease(lease_seconds), worker=claimant)
         .returning(
             Episode.id,
@@ -136,18 +145,28 @@ def adapter_files(session: Session, job_id: uuid.UUID, version: int) -> AdapterF
     return AdapterFiles(model, config)
 
 
+# The fence: those of the (episode, attempt) pairs that are still held, under their row locks.
+_HELD = """
+WITH held AS (
+    SELECT e.id FROM episodes e
+    JOIN unnest(CAST(:ids AS bigint[]), CAST(:attempts AS int[])) AS h(id, attempt) USING (id, attempt)
+    JOIN rounds r ON r.id = e.round_id
+    WHERE {state} AND e.lease_until IS NOT NULL AND r.state = 'rolling_out'
+    ORDER BY e.id FOR NO KEY UPDATE OF e
+)
+"""
+
+
 def renew(session: Session, held: Sequence[tuple[int, int]], lease_seconds: float) -> set[int]:
-    """Renews the leases of (episode, attempt) pairs; returns the episodes still held. The others are lost: stop them."""
+    """Renews the leases of (episode, attempt) pairs; returns the episodes still held. The others are lost."""
     if not held:
         return set()
     ids, attempts = zip(*held, strict=True)
     rows = session.execute(
         text(
-            "UPDATE episodes e SET lease_until = now() + make_interval(secs => :seconds)"
-            " FROM unnest(CAST(:ids AS bigint[]), CAST(:attempts AS int[])) AS h(id, attempt), rounds r"
-            " WHERE e.id = h.id AND e.attempt = h.attempt AND e.lease_until IS NOT NULL"
-            " AND e.state IN ('resetting', 'generating', 'acting')"
-            " AND r.id = e.round_id AND r.state = 'rolling_out' RETURNING e.id"
+            _HELD.format(state="e.state IN ('resetting', 'generating', 'acting')")
+            + "UPDATE episodes e SET lease_until = now() + make_interval(secs => :seconds)"
+            " FROM held WHERE e.id = held.id RETURNING e.id"
         ),
         {"ids": list(ids), "attempts": list(attempts), "seconds": lease_seconds},
     )
@@ -173,8 +192,8 @@ def group_prompts(session: Session, group_ids: set[int]) -> dict[int, GroupPromp
 
 
 def record_prompts(session: Session, prompts: dict[int, GroupPrompt], claims: Sequence[Claim]) -> None:
-    """Stores the prompts of groups (the first writer wins; a reset is deterministic) and lets their episodes generate."""
-    for group_id, prompt in prompts.items():
+    """Stores the prompts of groups (the first writer wins, a reset is deterministic); their episodes generate next."""
+    for group_id, prompt in sorted(prompts.items()):
         session.execute(
             update(Group)
             .where(Group.id == group_id, Group.messages.is_(None))
@@ -192,11 +211,9 @@ def _release(session: Session, held: Sequence[tuple[int, int]], state: str, new_
     ids, attempts = zip(*held, strict=True)
     rows = session.execute(
         text(
-            "UPDATE episodes e SET state = :new_state, turn = turn + :turns, lease_until = NULL, worker = NULL,"
-            " doorbell_at = now(), losses = 0"
-            " FROM unnest(CAST(:ids AS bigint[]), CAST(:attempts AS int[])) AS h(id, attempt), rounds r"
-            " WHERE e.id = h.id AND e.attempt = h.attempt AND e.state = :state AND e.lease_until IS NOT NULL"
-            " AND r.id = e.round_id AND r.state = 'rolling_out' RETURNING e.id"
+            _HELD.format(state="e.state = :state")
+            + "UPDATE episodes e SET state = :new_state, turn = turn + :turns, lease_until = NULL, worker = NULL,"
+            " doorbell_at = now(), losses = 0 FROM held WHERE e.id = held.id RETURNING e.id"
         ),
         {"ids": list(ids), "attempts": list(attempts), "state": state, "new_state": new_state, "turns": turns},
     )
@@ -349,32 +366,37 @@ def record_answers(session: Session, answers: Sequence[Answer]) -> int:
             ],
         )
         doorbells.ring_generations(session, moved)
-    closed: dict[int, int] = defaultdict(int)
-    for a in finished:
-        done = session.execute(
-            update(Episode)
-            .where(
-                Episode.id == a.claim.episode_id,
-                Episode.attempt == a.claim.attempt,
-                Episode.state == EpisodeState.ACTING,
-                Episode.lease_until.is_not(None),
-                literal(locked[a.claim.round.id].state == RoundState.ROLLING_OUT),
-            )
-            .values(
-                state=EpisodeState.FINISHED,
-                reward=a.reward,
-                passed=a.passed,
-                truncated=a.truncated,
-                flags=list(a.flags) or None,
-                lease_until=None,
-                finished_at=func.clock_timestamp(),
-            )
-            .execution_options(synchronize_session=False)
-        ).rowcount  # type: ignore[attr-defined]
-        closed[a.claim.round.id] += done
-    for round_id, count in closed.items():
+    closed = _finish(session, finished)
+    for round_id, count in Counter(closed).items():
         rounds.count_down(session, locked[round_id], count)
-    return len(moved) + sum(closed.values())
+    return len(moved) + len(closed)
+
+
+def _finish(session: Session, answers: Sequence[Answer]) -> list[int]:
+    """The fenced move to the end, with the reward; returns the round of each episode that was still held. The caller
+    holds the rounds' locks."""
+    if not answers:
+        return []
+    said = [
+        {"id": a.claim.episode_id, "reward": a.reward, "passed": a.passed, "truncated": a.truncated}
+        | ({"flags": list(a.flags)} if a.flags else {})
+        for a in answers
+    ]
+    rows = session.execute(
+        text(
+            _HELD.format(state="e.state = 'acting'")
+            + "UPDATE episodes e SET state = 'finished', reward = said.reward, passed = said.passed,"
+            " truncated = said.truncated, flags = said.flags, lease_until = NULL, finished_at = clock_timestamp()"
+            " FROM held JOIN jsonb_to_recordset(CAST(:said AS jsonb)) AS said(id bigint, reward float8, passed bool,"
+            " truncated bool, flags jsonb) USING (id) WHERE e.id = held.id RETURNING e.round_id"
+        ),
+        {
+            "ids": [a.claim.episode_id for a in answers],
+            "attempts": [a.claim.attempt for a in answers],
+            "said": json.dumps(said),
+        },
+    )
+    return [row.round_id for row in rows]
 
 
 # --- faults
@@ -385,12 +407,8 @@ def give_back(session: Session, claims: Sequence[Claim], code: str, message: str
     budget is spent; then it is dropped and its round goes on without it."""
     settings = get_settings()
     locked = rounds.lock_rounds(session, {c.round.id for c in claims})
-    for c in claims:
-        episode = session.scalars(
-            select(Episode).where(
-                Episode.id == c.episode_id, Episode.attempt == c.attempt, Episode.lease_until.is_not(None)
-            )
-        ).first()
+    for c in sorted(claims, key=lambda c: c.episode_id):
+        episode = _held_episode(session, c)
         if episode is None or locked[c.round.id].state != RoundState.ROLLING_OUT:
             continue
         episode.lease_until = None
@@ -400,6 +418,28 @@ def give_back(session: Session, claims: Sequence[Claim], code: str, message: str
             episode.doorbell_at = func.now()  # rung again by the sweep: that is the back-off
         else:
             drop(session, episode, locked[c.round.id], code, message)
+
+
+def fail_job(session: Session, claim: Claim, code: str, message: str) -> None:
+    """A fault of the job's own fails it, unless the episode is another attempt's by now: that one decides."""
+    job = jobs.lock_job(session, claim.round.job_id)
+    rounds.lock_rounds(session, {claim.round.id})
+    if _held_episode(session, claim) is not None:
+        jobs.fail(session, job, code, message)
+
+
+def _held_episode(session: Session, claim: Claim) -> Episode | None:
+    return session.scalars(
+        select(Episode)
+        .where(
+            Episode.id == claim.episode_id,
+            Episode.attempt == claim.attempt,
+            Episode.state.in_(IN_FLIGHT),
+            Episode.lease_until.is_not(None),
+        )
+        .with_for_update(key_share=True)
+        .execution_options(populate_existing=True)
+    ).first()
 
 
 def drop(session: Session, episode: Episode, round_: Round, code: str, message: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app.models import Event, Job
@@ -15,3 +17,9 @@ def record(
     session.add(
         Event(tenant_id=job.tenant_id, job_id=job.id, level=level, code=code, message=message[:2000], data=data)
     )
+
+
+def latest(session: Session, job: Job, limit: int, after: int = 0) -> Sequence[Event]:
+    """The last `limit` events of a job that came after the event `after`, oldest first."""
+    newest = select(Event).where(Event.job_id == job.id, Event.id > after).order_by(Event.id.desc()).limit(limit)
+    return session.scalars(newest).all()[::-1]

@@ -30,10 +30,7 @@ def upload(tenant_id: uuid.UUID, name: str, stream: BinaryIO, *, purpose: str = 
     if not 1 <= len(name) <= 255 or not name.isprintable():
         raise InvalidRequest("a file's name has 1 to 255 printable characters", param="name")
     lines = sum(1 for _ in read_items(stream))
-    stream.seek(0)
-    sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    size = stream.tell()
-    stream.seek(0)
+    sha256, size = _digest(stream)
     file = File(id=uuid.uuid4(), tenant_id=tenant_id, name=name, purpose=purpose, lines=lines, object_id=uuid.uuid4())
     key = storage.file_key(tenant_id, file.id)
     with transaction() as session:
@@ -42,6 +39,7 @@ def upload(tenant_id: uuid.UUID, name: str, stream: BinaryIO, *, purpose: str = 
                 id=file.object_id, tenant_id=tenant_id, kind=ObjectKind.FILE, key=key, sha256=sha256, size=size
             )
         )
+    stream.seek(0)
     storage.put_stream(key, stream, sha256)
     with transaction() as session:
         make_live(session, [file.object_id])
@@ -49,6 +47,15 @@ def upload(tenant_id: uuid.UUID, name: str, stream: BinaryIO, *, purpose: str = 
         session.flush()
         session.refresh(file)
     return file
+
+
+def _digest(stream: BinaryIO) -> tuple[str, int]:
+    """SHA-256 and size of the whole stream."""
+    stream.seek(0)
+    digest = hashlib.sha256()
+    while chunk := stream.read(1 << 20):
+        digest.update(chunk)
+    return digest.hexdigest(), stream.tell()
 
 
 def list_files(session: Session, tenant: Tenant) -> Sequence[tuple[File, StoredObject]]:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import Text, cast, func, select, update
+from sqlalchemy import Select, Text, cast, func, select, text, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from app.errors import Conflict, InvalidRequest, NotFound
-from app.manager import base_models, doorbells, events, rounds
+from app.manager import base_models, doorbells, environments, events, rounds
 from app.models import Episode, Job, PolicyVersion, Round, Tenant
 from app.models.job import LIVE, TERMINAL, JobState, Wanted
 from app.models.round import IN_FLIGHT, RoundKind, RoundState
 from app.settings import get_settings
 from app.specs.job import JobSpec
+from app.specs.problems import problems, summary
 
 # A job that cannot be validated or started after this many doorbells fails by name.
 DOORBELL_BUDGET = 20
@@ -37,14 +38,27 @@ def lock_job(session: Session, job_id: uuid.UUID) -> Job:
     return job
 
 
+def lock_wanted(session: Session, job_ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
+    """Those among the jobs that run and are to run, under their row locks, taken in order of id."""
+    if not job_ids:
+        return set()
+    return set(
+        session.scalars(
+            select(Job.id)
+            .where(Job.id.in_(job_ids), Job.state == JobState.RUNNING, Job.wanted == Wanted.RUN)
+            .order_by(Job.id)
+            .with_for_update(key_share=True)
+        )
+    )
+
+
 def parse_spec(document: Mapping[str, Any]) -> JobSpec:
     """Raises InvalidRequest that names the first wrong field and tells the others."""
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        problems = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
-        text = "; ".join(f"{field or 'job'}: {message}" for field, message in problems)
-        raise InvalidRequest(text, param=problems[0][0] or None) from error
+        found = problems(error, JobSpec)
+        raise InvalidRequest(summary(found), param=found[0][0] or None) from error
 
 
 def submit(session: Session, tenant: Tenant, spec: JobSpec, *, submit_key: str | None = None) -> Job:
@@ -56,6 +70,7 @@ def submit(session: Session, tenant: Tenant, spec: JobSpec, *, submit_key: str |
     if tenant.suspended:
         raise Conflict(f"tenant {tenant.name!r} is suspended; an operator can lift that", param="tenant")
     base_models.check_fits(session, spec)
+    environments.check(session, tenant.id, spec.environment)
     job = Job(
         tenant_id=tenant.id,
         name=spec.name,
@@ -76,7 +91,7 @@ def submit(session: Session, tenant: Tenant, spec: JobSpec, *, submit_key: str |
 
 
 def begin(session: Session, job_id: uuid.UUID, state: JobState) -> Job | None:
-    """Claims a job's validation or start for a while, so that a doorbell that comes twice does nothing twice at once."""
+    """Claims a job's validation or start for a while: a doorbell that comes twice does nothing twice at once."""
     claimed = session.scalars(
         update(Job)
         .where(Job.id == job_id, Job.state == state, Job.doorbell_at <= func.now())
@@ -97,39 +112,45 @@ def validated(session: Session, job_id: uuid.UUID) -> None:
         doorbells.ring_admission(session)
 
 
+_STARTABLE = """
+SELECT id FROM (
+    SELECT j.id, j.created_at, t.max_running_jobs - (
+        SELECT count(*) FROM jobs r WHERE r.tenant_id = t.id AND r.state = 'running'
+    ) AS room, row_number() OVER (PARTITION BY t.id ORDER BY j.created_at, j.id) AS place
+    FROM jobs j JOIN tenants t ON t.id = j.tenant_id
+    WHERE j.state = 'queued' AND j.wanted = 'run' AND NOT t.suspended
+) queued WHERE place <= room ORDER BY created_at, id
+"""
+
+
 def start_queued(session: Session) -> int:
-    """Starts queued jobs, oldest first, while their tenant has running jobs to spare."""
-    running = dict(
-        session.execute(
-            select(Job.tenant_id, func.count()).where(Job.state == JobState.RUNNING).group_by(Job.tenant_id)
-        )
-        .tuples()
-        .all()
-    )
+    """Starts queued jobs, oldest first, while their tenant has running jobs to spare. Admission alone calls it."""
     started = 0
-    queued = session.execute(
-        select(Job.id, Job.tenant_id, Tenant.max_running_jobs)
-        .join(Tenant, Tenant.id == Job.tenant_id)
-        .where(Job.state == JobState.QUEUED, Job.wanted == Wanted.RUN, Tenant.suspended.is_(False))
-        .order_by(Job.created_at, Job.id)
-    ).all()
-    for job_id, tenant_id, most in queued:
-        if running.get(tenant_id, 0) >= most:
-            continue
+    for job_id in session.scalars(text(_STARTABLE)).all():
         job = lock_job(session, job_id)
         if job.state != JobState.QUEUED or job.wanted != Wanted.RUN:
             continue
-        running[tenant_id] = running.get(tenant_id, 0) + 1
         started += 1
         job.state = JobState.RUNNING
         job.started_at = func.coalesce(Job.started_at, func.clock_timestamp())
         session.flush()
         if has_version(session, job.id):
-            rounds.ensure_train_round(session, job)
+            _go_on(session, job)
         else:
             job.doorbell_at = func.now()
             doorbells.ring_start(session, job)
     return started
+
+
+def _go_on(session: Session, job: Job) -> None:
+    """Goes on where the job stood: opens its next round, or rings for the one whose trajectories are complete."""
+    rounds.ensure_train_round(session, job)
+    if session.scalars(live_train_round(job.id).where(Round.state == RoundState.READY)).first() is not None:
+        doorbells.ring_training(session, job.base_model)
+
+
+def live_train_round(job_id: uuid.UUID) -> Select[tuple[int]]:
+    return rounds.live_rounds(job_id).where(Round.kind == RoundKind.TRAIN)
 
 
 def finish_done(session: Session) -> int:
@@ -200,13 +221,8 @@ def resume(session: Session, job_id: uuid.UUID) -> Job:
     if job.state == JobState.PAUSED:
         job.state = JobState.QUEUED  # the tenant's quota may be taken by now
     elif has_version(session, job.id):
-        rounds.ensure_train_round(session, job)
+        _go_on(session, job)
     events.record(session, job, "job_resumed", f"resumed at version {job.version}")
-    ready = session.scalars(
-        select(Round.id).where(Round.job_id == job.id, Round.kind == RoundKind.TRAIN, Round.state == RoundState.READY)
-    ).first()
-    if ready is not None:
-        doorbells.ring_training(session, job.base_model)
     doorbells.ring_admission(session)
     return job
 
@@ -237,19 +253,19 @@ def warn(session: Session, job_id: uuid.UUID, code: str, message: str) -> None:
     events.record(session, session.get_one(Job, job_id), code, message, level="warn")
 
 
-def find_job(session: Session, text: str, tenant: Tenant | None = None) -> Job:
+def find_job(session: Session, name: str, tenant: Tenant | None = None) -> Job:
     """A job by its id, by the start of its id (4 characters or more), or by its name if only one live job has it."""
-    wanted = text.strip().lower()
+    wanted = name.strip().lower()
     rows: Sequence[Job] = []
     if len(wanted) >= 4:
         rows = session.scalars(_visible(tenant).where(func.starts_with(cast(Job.id, Text), wanted))).all()
     if not rows:
-        rows = session.scalars(_visible(tenant).where(Job.name == text)).all()
+        rows = session.scalars(_visible(tenant).where(Job.name == name)).all()
         rows = [r for r in rows if r.state in LIVE] or rows
     if not rows:
-        raise NotFound(f"no job {text!r}; `marlaas job list` shows them", param="job")
+        raise NotFound(f"no job {name!r}; `marlaas job list` shows them", param="job")
     if len(rows) > 1:
-        raise InvalidRequest(f"{len(rows)} jobs match {text!r}; give more of the id", param="job")
+        raise InvalidRequest(f"{len(rows)} jobs match {name!r}; give more of the id", param="job")
     return rows[0]
 
 
@@ -267,29 +283,30 @@ def list_jobs(
     return session.scalars(statement).all()
 
 
-def ring_unstarted(session: Session) -> None:
-    """Rings again for jobs whose validation or start was asked for and has not come (the sweep's part)."""
-    settings = get_settings()
-    late = session.scalars(
+def unstarted(session: Session) -> Sequence[uuid.UUID]:
+    """Jobs whose validation or start was rung for a while ago and has not come."""
+    return session.scalars(
         select(Job.id).where(
             Job.state.in_((JobState.VALIDATING, JobState.RUNNING)),
-            Job.doorbell_at < func.now() - timedelta(seconds=settings.doorbell_seconds),
+            Job.doorbell_at < func.now() - timedelta(seconds=get_settings().doorbell_seconds),
         )
     ).all()
-    for job_id in late:
-        job = lock_job(session, job_id)
-        if job.state == JobState.RUNNING and has_version(session, job.id):
-            session.execute(update(Job).where(Job.id == job.id).values(doorbell_at=None, doorbells=0))
-            continue
-        if job.state not in (JobState.VALIDATING, JobState.RUNNING):
-            continue
-        job.doorbells += 1
-        job.doorbell_at = func.now()
-        if job.doorbells > DOORBELL_BUDGET:
-            what, kind = ("validated", "tools") if job.state == JobState.VALIDATING else ("started", "training")
-            fail(session, job, "not_started", f"could not be {what}: no {kind} worker answered; is one running?")
-            continue
-        if job.state == JobState.VALIDATING:
-            doorbells.ring_validation(session, job.id)
-        else:
-            doorbells.ring_start(session, job)
+
+
+def ring_unstarted(session: Session, job_id: uuid.UUID) -> None:
+    """Rings again for one of them, within a budget."""
+    job = lock_job(session, job_id)
+    validating = job.state == JobState.VALIDATING
+    if not validating and (job.state != JobState.RUNNING or has_version(session, job.id)):
+        job.doorbell_at = None
+        job.doorbells = 0
+        return
+    job.doorbells += 1
+    job.doorbell_at = func.now()
+    if job.doorbells > DOORBELL_BUDGET:
+        what, kind = ("validated", "tools") if validating else ("started", "training")
+        fail(session, job, "not_started", f"could not be {what}: no {kind} worker answered; is one running?")
+    elif validating:
+        doorbells.ring_validation(session, job.id)
+    else:
+        doorbells.ring_start(session, job)

@@ -1,4 +1,4 @@
-"""How far jobs are, for people: phase, version, reward, speed and queue place. Read from the live rows, stored nowhere."""
+"""How far jobs are, for people: phase, version, reward, speed, queue place. Read from live rows, stored nowhere."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Opening and closing rounds. A round is born with all its groups and episodes; the last one to close makes it ready."""
+"""Opening and closing rounds. A round is born with all its episodes; the last one to close makes it ready."""
 
 from __future__ import annotations
 
 import hashlib
 import uuid
 
-from sqlalchemy import Integer, cast, func, insert, select, update
+from sqlalchemy import Integer, Select, cast, func, insert, select, update
 from sqlalchemy.orm import Session
 
 from app.manager import doorbells, events
 from app.models import Episode, Group, Job, PolicyVersion, Round
 from app.models.job import JobState, Wanted
-from app.models.round import EpisodeState, RoundKind, RoundState
+from app.models.round import OPEN, EpisodeState, RoundKind, RoundState
 from app.specs.job import JobSpec
 
 LIVE_ROUND = (RoundState.ROLLING_OUT, RoundState.READY, RoundState.TRAINING)
@@ -141,24 +141,41 @@ def finish_if_done(session: Session, job: Job) -> bool:
     return True
 
 
-def live_rounds(job_id: uuid.UUID):  # type: ignore[no-untyped-def]
+def live_rounds(job_id: uuid.UUID) -> Select[tuple[int]]:
     return select(Round.id).where(Round.job_id == job_id, Round.state.in_(LIVE_ROUND))
 
 
 def abandon_rounds(session: Session, job: Job) -> None:
-    """Ends every live round: claims, commits and renewals of its episodes find it gone."""
+    """Ends every live round and its open episodes: claims, commits and renewals find them gone. The caller holds the
+    job's row lock."""
+    live = set(session.scalars(live_rounds(job.id)))
+    for round_ in lock_rounds(session, live).values():
+        round_.state = RoundState.ABANDONED
+        round_.finished_at = func.clock_timestamp()
+        round_.lease_until = None
+    session.flush()
+    open_ = (
+        select(Episode.id)
+        .where(Episode.round_id.in_(live), Episode.state.in_(OPEN))
+        .order_by(Episode.id)
+        .with_for_update(key_share=True)
+        .cte("open")
+    )
     session.execute(
-        update(Round)
-        .where(Round.job_id == job.id, Round.state.in_(LIVE_ROUND))
-        .values(state=RoundState.ABANDONED, finished_at=func.clock_timestamp(), lease_until=None)
+        update(Episode)
+        .where(Episode.id == open_.c.id)
+        .values(state=EpisodeState.FAILED, error_code="abandoned", lease_until=None, finished_at=func.clock_timestamp())
+        .execution_options(synchronize_session=False)
     )
 
 
-def ensure_train_round(session: Session, job: Job) -> None:
-    """Opens the next training round where a running job has none. The caller holds the job's row lock."""
+def ensure_train_round(session: Session, job: Job) -> bool:
+    """Opens the next training round where a running job has none; whether it did. The caller holds the job's row lock,
+    and the job has a version."""
     spec = JobSpec.model_validate(job.spec)
     if job.state != JobState.RUNNING or job.wanted != Wanted.RUN or job.version >= spec.hyperparameters.n_steps:
-        return
-    live = session.scalars(live_rounds(job.id).where(Round.kind == RoundKind.TRAIN).limit(1)).first()
-    if live is None:
-        open_round(session, job, RoundKind.TRAIN)
+        return False
+    if session.scalars(live_rounds(job.id).where(Round.kind == RoundKind.TRAIN).limit(1)).first() is not None:
+        return False
+    open_round(session, job, RoundKind.TRAIN)
+    return True

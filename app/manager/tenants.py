@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from sqlalchemy import func, select
@@ -13,9 +13,12 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from app.errors import Conflict, InvalidRequest, NotFound
+from app.manager import doorbells
 from app.models import ApiKey, Tenant
 
 SCOPES = ("read", "write")
+MAX_WEIGHT = 1e6
+MAX_QUOTA = 2**31 - 1
 
 
 def create_tenant(
@@ -23,10 +26,7 @@ def create_tenant(
 ) -> Tenant:
     if not name or len(name) > 64 or not name.isprintable():
         raise InvalidRequest("a tenant's name has 1 to 64 printable characters", param="name")
-    if weight <= 0:
-        raise InvalidRequest("weight must be above 0", param="weight")
-    if max_running_jobs < 0 or max_inflight_episodes < 0:
-        raise InvalidRequest("a quota is 0 or more", param="max_running_jobs")
+    _check_limits(weight, {"max_running_jobs": max_running_jobs, "max_inflight_episodes": max_inflight_episodes})
     tenant = Tenant(
         name=name, weight=weight, max_running_jobs=max_running_jobs, max_inflight_episodes=max_inflight_episodes
     )
@@ -36,6 +36,33 @@ def create_tenant(
     except IntegrityError as error:
         raise Conflict(f"a tenant named {name!r} exists already", param="name") from error
     return tenant
+
+
+def change_tenant(
+    session: Session,
+    tenant: Tenant,
+    *,
+    weight: float | None = None,
+    max_running_jobs: int | None = None,
+    max_inflight_episodes: int | None = None,
+    suspended: bool | None = None,
+) -> Tenant:
+    """Changes what is given and rings for admission, as work may be let in now that was not before."""
+    changes = {"max_running_jobs": max_running_jobs, "max_inflight_episodes": max_inflight_episodes}
+    _check_limits(weight, changes)
+    for field, value in (changes | {"weight": weight, "suspended": suspended}).items():
+        if value is not None:
+            setattr(tenant, field, value)
+    doorbells.ring_admission(session)
+    return tenant
+
+
+def _check_limits(weight: float | None, quotas: Mapping[str, int | None]) -> None:
+    if weight is not None and not 0 < weight <= MAX_WEIGHT:
+        raise InvalidRequest(f"weight must be above 0 and at most {MAX_WEIGHT:g}", param="weight")
+    for field, quota in quotas.items():
+        if quota is not None and not 0 <= quota <= MAX_QUOTA:
+            raise InvalidRequest(f"{field} must be 0 to {MAX_QUOTA}", param=field)
 
 
 def find_tenant(session: Session, name: str) -> Tenant:
@@ -81,6 +108,21 @@ def create_key(
 
 def list_keys(session: Session, tenant: Tenant) -> Sequence[ApiKey]:
     return session.scalars(select(ApiKey).where(ApiKey.tenant_id == tenant.id).order_by(ApiKey.created_at)).all()
+
+
+def find_key(session: Session, tenant: Tenant, text: str) -> ApiKey:
+    """A key of the tenant by the start (4 characters or more) of its id, or of the key itself as it is shown."""
+    wanted = text.strip()
+    found = [
+        key
+        for key in list_keys(session, tenant)
+        if len(wanted) >= 4 and (str(key.id).startswith(wanted.lower()) or key.prefix == wanted.rstrip("…")[:9])
+    ]
+    if not found:
+        raise NotFound(f"tenant {tenant.name!r} has no key {text!r}; `marlaas key list` shows them", param="key")
+    if len(found) > 1:
+        raise InvalidRequest(f"{len(found)} keys match {text!r}; give more of the id", param="key")
+    return found[0]
 
 
 def revoke_key(session: Session, tenant: Tenant, key_id: uuid.UUID) -> None:

@@ -1,4 +1,4 @@
-"""Immutable S3 objects: a `pending` row before each upload, `live` with the commit, `expired` before deletion (rule 4)."""
+"""Immutable S3 objects: `pending` before the upload, `live` with the commit, `expired` before deletion (rule 4)."""
 
 from __future__ import annotations
 

@@ -35,7 +35,10 @@ class PolicyVersion(Base):
         # One commit a round: a round of the parent version makes at most one version.
         UniqueConstraint("round_id"),
         ForeignKeyConstraint(
-            ["round_id", "parent_version"], ["rounds.id", "rounds.policy_version"], name="fk_round", use_alter=True
+            ["job_id", "round_id", "parent_version"],
+            ["rounds.job_id", "rounds.id", "rounds.policy_version"],
+            name="fk_round",
+            use_alter=True,
         ),
         CheckConstraint("(version = 0) = (round_id IS NULL)", name="made_by_round"),
         UniqueConstraint("job_id", "version", "weights_digest", name="uq_policy_versions_digest"),

@@ -47,6 +47,7 @@ class EpisodeState(StrEnum):
 
 
 IN_FLIGHT = (EpisodeState.RESETTING, EpisodeState.GENERATING, EpisodeState.ACTING)
+OPEN = (EpisodeState.WAITING, *IN_FLIGHT)
 IN_FLIGHT_SQL = "state IN ('resetting', 'generating', 'acting')"
 
 
@@ -64,9 +65,11 @@ class Round(Base):
             ["policy_versions.job_id", "policy_versions.version", "policy_versions.weights_digest"],
             name="fk_policy_version",
         ),
-        UniqueConstraint("id", "policy_version"),
-        UniqueConstraint("id", "policy_version", "weights_digest"),
+        # What groups, episodes, turns and policy versions refer to: they cannot be of another tenant, job or version.
         UniqueConstraint("tenant_id", "id"),
+        UniqueConstraint("tenant_id", "id", "policy_version"),
+        UniqueConstraint("id", "policy_version", "weights_digest"),
+        UniqueConstraint("job_id", "id", "policy_version"),
         # One live training round a job, and one training round a version.
         Index(
             "uq_rounds_live_train",
@@ -81,8 +84,9 @@ class Round(Base):
             unique=True,
             postgresql_where=text("kind = 'train' AND state <> 'abandoned'"),
         ),
-        Index("ix_rounds_job", "job_id", "id"),
         Index("ix_rounds_live", "state", "id", postgresql_where=text("state IN ('rolling_out', 'ready', 'training')")),
+        # Training time of late, by tenant: whose turn it is.
+        Index("ix_rounds_trained", "finished_at", postgresql_where=text("kind = 'train' AND state = 'committed'")),
     )
 
     id: Mapped[BigKey]
@@ -134,9 +138,11 @@ class Episode(Base):
         CheckConstraint(one_of("state", EpisodeState), name="state"),
         CheckConstraint("(state = 'finished') = (reward IS NOT NULL)", name="finished_has_reward"),
         CheckConstraint("reward IS NULL OR (reward > '-Infinity' AND reward < 'Infinity')", name="reward_finite"),
-        # Its version equals its round's, its round is its group's.
+        # Its tenant and version equal its round's, its round is its group's.
         ForeignKeyConstraint(
-            ["round_id", "policy_version"], ["rounds.id", "rounds.policy_version"], name="fk_round_version"
+            ["tenant_id", "round_id", "policy_version"],
+            ["rounds.tenant_id", "rounds.id", "rounds.policy_version"],
+            name="fk_round_version",
         ),
         ForeignKeyConstraint(["round_id", "group_id"], ["groups.round_id", "groups.id"], name="fk_group"),
         Index("ix_episodes_in_flight", "round_id", postgresql_where=text(IN_FLIGHT_SQL)),
@@ -174,17 +180,28 @@ class TurnKind(StrEnum):
 
 
 class Turn(Base):
-    """Only ever inserted. Policy turns hold the prompt ids that were new to the context, the sampled ids and their logprobs.
+    """Only ever inserted. Policy turns hold the ids new to the context, the sampled ids and their logprobs.
 
-    `weights_digest` is what the engine read from its slot; the foreign key to the round makes a turn of other weights
-    impossible to store. Partitioned by round id, dropped by retention.
+    `weights_digest` is what the engine read from its slot; the foreign keys to the round make a turn of another version
+    or of other weights impossible to store. Partitioned by round id, dropped by retention.
     """
 
     __tablename__ = "turns"
     __table_args__ = (
         CheckConstraint(one_of("kind", TurnKind), name="kind"),
         CheckConstraint("(kind = 'policy') = (weights_digest IS NOT NULL)", name="policy_has_digest"),
-        CheckConstraint("octet_length(sampled_ids) = octet_length(logprobs)", name="a_logprob_a_token"),
+        CheckConstraint("(kind = 'policy') = (context_ids IS NOT NULL)", name="policy_has_context"),
+        CheckConstraint(
+            "CASE kind WHEN 'policy' THEN coalesce(octet_length(sampled_ids) = octet_length(logprobs), false)"
+            " ELSE sampled_ids IS NULL AND logprobs IS NULL END",
+            name="a_logprob_a_token",
+        ),
+        # Its tenant and version equal its round's; where the policy speaks, the weights as well.
+        ForeignKeyConstraint(
+            ["tenant_id", "round_id", "policy_version"],
+            ["rounds.tenant_id", "rounds.id", "rounds.policy_version"],
+            name="fk_round_version",
+        ),
         ForeignKeyConstraint(
             ["round_id", "policy_version", "weights_digest"],
             ["rounds.id", "rounds.policy_version", "rounds.weights_digest"],

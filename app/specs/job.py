@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 # The linear layers of the Llama and Qwen families; embeddings and head are never adapted.
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)  # what vLLM serves
 
 
+def without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("must not hold a NUL character")
+    return text
+
+
+Text = Annotated[str, AfterValidator(without_nul)]  # what Postgres can store
+
+
 class Spec(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LoraSpec(Spec):
@@ -63,12 +73,31 @@ class HyperparametersSpec(Spec):
     minibatches: int = Field(1, ge=1, le=64, description="optimizer steps a round; groups are split evenly")
     no_signal_patience: int = Field(10, ge=1, description="rounds in a row without signal that fail the job")
 
+    @field_validator("minibatches")
+    @classmethod
+    def minibatches_have_groups(cls, minibatches: int, info: ValidationInfo) -> int:
+        groups = info.data.get("prompts_per_round", minibatches)
+        if minibatches > groups:
+            raise ValueError(f"must not exceed prompts_per_round, which is {groups}")
+        return minibatches
+
 
 class EnvironmentSpec(Spec):
-    type: str = Field(description="name of a registered environment")
+    type: Text = Field(max_length=128, description="name of a registered environment")
     params: dict[str, Any] = Field(default_factory=dict)
     max_turns: int = Field(1, ge=1, le=64, description="most generations of one episode")
     call_timeout_seconds: float = Field(10.0, gt=0, le=300)
+
+    @field_validator("params")
+    @classmethod
+    def params_can_be_stored(cls, params: dict[str, Any]) -> dict[str, Any]:
+        try:
+            text = json.dumps(params, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"must be plain JSON: {error}") from error
+        if "\\u0000" in text:
+            raise ValueError("must not hold a NUL character")
+        return params
 
 
 class EvalSpec(Spec):
@@ -81,7 +110,7 @@ class EvalSpec(Spec):
 
 class JobSpec(Spec):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    base_model: str = Field(min_length=1, max_length=128)
+    base_model: Text = Field(min_length=1, max_length=128)
     environment: EnvironmentSpec
     sampling: SamplingSpec = SamplingSpec()
     lora: LoraSpec = LoraSpec()
@@ -89,11 +118,6 @@ class JobSpec(Spec):
     evaluation: EvalSpec = EvalSpec()
     seed: int = Field(0, ge=0, lt=2**31)
     weight: float = Field(1.0, gt=0, le=100, description="share against the tenant's other jobs")
-    metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
-
-    @model_validator(mode="after")
-    def minibatches_fit(self) -> JobSpec:
-        h = self.hyperparameters
-        if h.minibatches > h.prompts_per_round:
-            raise ValueError("hyperparameters.minibatches must not exceed hyperparameters.prompts_per_round")
-        return self
+    metadata: dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]] = Field(
+        default_factory=dict, max_length=16
+    )

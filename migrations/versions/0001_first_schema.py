@@ -385,16 +385,23 @@ def upgrade() -> None:
         sa.UniqueConstraint(
             "id", "policy_version", "weights_digest", name=op.f("uq_rounds_id_policy_version_weights_digest")
         ),
-        sa.UniqueConstraint("id", "policy_version", name=op.f("uq_rounds_id_policy_version")),
+        sa.UniqueConstraint("job_id", "id", "policy_version", name=op.f("uq_rounds_job_id_id_policy_version")),
         sa.UniqueConstraint("tenant_id", "id", name=op.f("uq_rounds_tenant_id_id")),
+        sa.UniqueConstraint("tenant_id", "id", "policy_version", name=op.f("uq_rounds_tenant_id_id_policy_version")),
     )
-    op.create_index("ix_rounds_job", "rounds", ["job_id", "id"], unique=False)
     op.create_index(
         "ix_rounds_live",
         "rounds",
         ["state", "id"],
         unique=False,
         postgresql_where=sa.text("state IN ('rolling_out', 'ready', 'training')"),
+    )
+    op.create_index(
+        "ix_rounds_trained",
+        "rounds",
+        ["finished_at"],
+        unique=False,
+        postgresql_where=sa.text("kind = 'train' AND state = 'committed'"),
     )
     op.create_index(
         "uq_rounds_live_train",
@@ -485,8 +492,16 @@ def upgrade() -> None:
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.CheckConstraint("(kind = 'policy') = (weights_digest IS NOT NULL)", name=op.f("ck_turns_policy_has_digest")),
         sa.CheckConstraint("kind IN ('policy', 'environment')", name=op.f("ck_turns_kind")),
+        sa.CheckConstraint("(kind = 'policy') = (context_ids IS NOT NULL)", name=op.f("ck_turns_policy_has_context")),
         sa.CheckConstraint(
-            "octet_length(sampled_ids) = octet_length(logprobs)", name=op.f("ck_turns_a_logprob_a_token")
+            "CASE kind WHEN 'policy' THEN coalesce(octet_length(sampled_ids) = octet_length(logprobs), false)"
+            " ELSE sampled_ids IS NULL AND logprobs IS NULL END",
+            name=op.f("ck_turns_a_logprob_a_token"),
+        ),
+        sa.ForeignKeyConstraint(
+            ["tenant_id", "round_id", "policy_version"],
+            ["rounds.tenant_id", "rounds.id", "rounds.policy_version"],
+            name="fk_round_version",
         ),
         sa.ForeignKeyConstraint(
             ["round_id", "policy_version", "weights_digest"],
@@ -529,7 +544,9 @@ def upgrade() -> None:
         ),
         sa.ForeignKeyConstraint(["round_id", "group_id"], ["groups.round_id", "groups.id"], name="fk_group"),
         sa.ForeignKeyConstraint(
-            ["round_id", "policy_version"], ["rounds.id", "rounds.policy_version"], name="fk_round_version"
+            ["tenant_id", "round_id", "policy_version"],
+            ["rounds.tenant_id", "rounds.id", "rounds.policy_version"],
+            name="fk_round_version",
         ),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_episodes_tenant_id")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_episodes")),
@@ -554,7 +571,11 @@ def upgrade() -> None:
         "fk_objects_tenant_id_job_id", "objects", "jobs", ["tenant_id", "job_id"], ["tenant_id", "id"]
     )
     op.create_foreign_key(
-        "fk_round", "policy_versions", "rounds", ["round_id", "parent_version"], ["id", "policy_version"]
+        "fk_round",
+        "policy_versions",
+        "rounds",
+        ["job_id", "round_id", "parent_version"],
+        ["job_id", "id", "policy_version"],
     )
     op.execute(PARTITIONS)
     op.execute("SELECT marlaas_ensure_turns_partition(0)")
@@ -575,53 +596,19 @@ def downgrade() -> None:
     op.execute("DROP OWNED BY marlaas_service, marlaas_api")
     op.drop_constraint("fk_round", "policy_versions", type_="foreignkey")
     op.drop_constraint("fk_objects_tenant_id_job_id", "objects", type_="foreignkey")
-    op.drop_index("ix_episodes_waiting", table_name="episodes", postgresql_where=sa.text("state = 'waiting'"))
-    op.drop_index("ix_episodes_round", table_name="episodes")
-    op.drop_index(
-        "ix_episodes_in_flight",
-        table_name="episodes",
-        postgresql_where=sa.text("state IN ('resetting', 'generating', 'acting')"),
-    )
     op.drop_table("episodes")
     op.drop_table("turns")
-    op.drop_index("ix_phase_spans_time", table_name="phase_spans")
-    op.drop_index("ix_phase_spans_round", table_name="phase_spans")
     op.drop_table("phase_spans")
     op.drop_table("groups")
     op.drop_table("step_metrics")
-    op.drop_index(
-        "uq_rounds_train_version",
-        table_name="rounds",
-        postgresql_where=sa.text("kind = 'train' AND state <> 'abandoned'"),
-    )
-    op.drop_index(
-        "uq_rounds_live_train",
-        table_name="rounds",
-        postgresql_where=sa.text("kind = 'train' AND state IN ('rolling_out', 'ready', 'training')"),
-    )
-    op.drop_index(
-        "ix_rounds_live", table_name="rounds", postgresql_where=sa.text("state IN ('rolling_out', 'ready', 'training')")
-    )
-    op.drop_index("ix_rounds_job", table_name="rounds")
     op.drop_table("rounds")
     op.drop_table("policy_versions")
     op.drop_table("files")
-    op.drop_index("ix_events_job", table_name="events")
     op.drop_table("events")
     op.drop_table("usage_days")
-    op.drop_index("ix_usage_created", table_name="usage")
     op.drop_table("usage")
-    op.drop_index(
-        "ix_objects_unsettled", table_name="objects", postgresql_where=sa.text("state IN ('pending', 'expired')")
-    )
-    op.drop_index("ix_objects_job", table_name="objects")
     op.drop_table("objects")
-    op.drop_index("ix_jobs_tenant_created", table_name="jobs")
-    op.drop_index(
-        "ix_jobs_live", table_name="jobs", postgresql_where=sa.text("state NOT IN ('succeeded', 'failed', 'cancelled')")
-    )
     op.drop_table("jobs")
-    op.drop_index("ix_api_keys_tenant_id", table_name="api_keys")
     op.drop_table("api_keys")
     op.drop_table("workers")
     op.drop_table("tenants")

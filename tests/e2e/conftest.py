@@ -108,7 +108,7 @@ def service(
         workers = WorkerProcesses(logs, settings)
         workers.start(*STAGES, "beat")
         try:
-            wait_for(lambda: live_stages() == set(STAGES), 60, "all workers are to be alive", workers)
+            wait_for(lambda: live_stages() == set(STAGES), 120, "all workers are to be alive", workers)
             yield Service(stack, workers)
         finally:
             workers.stop()

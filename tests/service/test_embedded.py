@@ -18,8 +18,10 @@ import pytest
 import redis
 
 from app.embedded import EmbeddedStack
-from app.embedded.home import remove_state
+from app.embedded.credentials import Credentials
+from app.embedded.home import remove_state, services_home
 from app.embedded.processes import ServiceFailed, processes_in, wait_until
+from app.embedded.valkey import Valkey
 from app.settings import ENVIRONMENT_FILE
 
 SERVICES = ("postgres", "valkey", "seaweedfs")
@@ -119,47 +121,64 @@ def test_a_later_stack_continues_with_data_and_credentials_on_other_ports(own_di
         write(first, "kept")
         credentials = first.postgres.credentials
         taken = [service.port for service in (first.postgres, first.valkey, first.seaweedfs)]
-    with socket.create_server(("127.0.0.1", taken[0])), socket.create_server(("127.0.0.1", taken[1])):
-        with EmbeddedStack(own_dir) as second:
-            assert second.postgres.credentials == credentials
-            assert second.postgres.port != taken[0]
-            assert second.valkey.port != taken[1]
-            assert read(second, "kept") == ["kept"] * 3
+    with (
+        socket.create_server(("127.0.0.1", taken[0])),
+        socket.create_server(("127.0.0.1", taken[1])),
+        EmbeddedStack(own_dir) as second,
+    ):
+        assert second.postgres.credentials == credentials
+        assert second.postgres.port != taken[0]
+        assert second.valkey.port != taken[1]
+        assert read(second, "kept") == ["kept"] * 3
     assert not (own_dir / ENVIRONMENT_FILE).exists()
 
 
 HOLD = """
 import signal, sys
 from pathlib import Path
-from app.embedded import EmbeddedStack
-with EmbeddedStack(Path(sys.argv[1])):
-    print("up", flush=True)
-    signal.pause()
+from app.embedded.credentials import Credentials
+from app.embedded.home import services_home
+from app.embedded.valkey import Valkey
+home, identity = services_home(Path(sys.argv[1]))
+server = Valkey(home, identity, Credentials(valkey="secret"))
+server.launch()
+server.wait_ready()
+print(server.port, flush=True)
+signal.pause()
 """
 
 
-def test_servers_die_with_a_killed_parent(own_dir: Path) -> None:
-    parent = subprocess.Popen([sys.executable, "-c", HOLD, str(own_dir)], stdout=subprocess.PIPE)
-    assert parent.stdout is not None and parent.stdout.readline() == b"up\n"
-    home = (own_dir / "services").resolve()
-    servers = [(home / "postgres", "postgres"), (home / "valkey", "valkey-server"), (home / "seaweedfs", "weed")]
-    assert all(any(processes_in(*server)) for server in servers)
+@pytest.fixture
+def parent(own_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that started a Valkey server in `own_dir`."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(own_dir)], stdout=subprocess.PIPE, text=True) as parent:
+        yield parent
+        parent.kill()
+
+
+def test_a_server_dies_with_its_killed_parent(own_dir: Path, parent: subprocess.Popen[str]) -> None:
+    assert parent.stdout is not None and parent.stdout.readline()
+    data = (own_dir / "services/valkey").resolve()
+    assert len(list(processes_in(data, "valkey-server"))) == 1
     parent.kill()
-    parent.wait()
-    wait_until(lambda: not any(pid for server in servers for pid in processes_in(*server)), 30, "the servers to end")
+    wait_until(lambda: not any(processes_in(data, "valkey-server")), 30, "the server to end")
 
 
-def test_a_server_left_by_a_killed_stack_is_replaced(own_dir: Path) -> None:
-    with EmbeddedStack(own_dir) as stack:
-        write(stack, "left")
-        command, data, identity = stack.valkey.command(), stack.valkey.data, stack.valkey.identity
-    orphan = subprocess.Popen(
-        command, cwd=data, user=identity.uid, group=identity.gid, extra_groups=[], stdout=subprocess.DEVNULL
-    )
-    wait_until(lambda: any(processes_in(data, "valkey-server")), 10, "the orphan to start")
-    with EmbeddedStack(own_dir) as stack:
-        assert orphan.wait(10) == 0
-        assert read(stack, "left") == ["left"] * 3
+def test_a_server_that_an_earlier_run_left_is_replaced(own_dir: Path, parent: subprocess.Popen[str]) -> None:
+    assert parent.stdout is not None
+    left_port = int(parent.stdout.readline())
+    with redis.Redis(port=left_port, password="secret") as client:
+        client.set("written", "before")
+    home, identity = services_home(own_dir)
+    server = Valkey(home, identity, Credentials(valkey="secret"))
+    server.launch()
+    try:
+        server.wait_ready()
+        with redis.Redis.from_url(server.url()) as client:
+            assert client.get("written") == b"before"
+        assert len(list(processes_in(server.data, "valkey-server"))) == 1
+    finally:
+        server.stop()
 
 
 def test_a_server_that_cannot_start_is_reported_with_its_log(stack: EmbeddedStack) -> None:

@@ -295,7 +295,7 @@ def run_job(trainer, seed, between=lambda: None, rounds=2, folder=None):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_update_is_bit_identical_with_another_job_in_between_and_from_files(base, tmp_path, dtype):
-    trainer = Trainer(base, dtype, threads=2, microbatch_tokens=BUDGET)
+    trainer = Trainer(base, dtype, threads=1, microbatch_tokens=BUDGET)
     adapter, optimizer = run_job(trainer, 1)
     beside, beside_optimizer = run_job(trainer, 1, between=lambda: run_job(trainer, 2, rounds=1))
     restored, restored_optimizer = run_job(trainer, 1, folder=tmp_path)

@@ -88,7 +88,7 @@ class Chat:
         """Reads tokenizer and `generation_config.json` of a model folder."""
         from transformers import PreTrainedTokenizerFast  # AutoTokenizer would import all of torch
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(folder)
         return cls(tokenizer, generation_stop_ids(folder))
 
     def render_prompt(self, messages: Messages, tools: Sequence[JSON] | None = None) -> list[int]:

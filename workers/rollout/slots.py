@@ -169,8 +169,7 @@ class AdapterBatch:
             column = 0
             for _, slot, module in parts:
                 out = slice(offsets[module], offsets[module] + shapes[module][0])
-                block = slot.b[module].transpose(1, 2)
-                b[:, column : column + slot.rank, out] = (block.float() * slot.scaling).to(a.dtype)
+                torch.mul(slot.b[module].transpose(1, 2), slot.scaling, out=b[:, column : column + slot.rank, out])
                 column += slot.rank
             self._a[fused], self._b[fused] = a, b
             self._owner[fused] = torch.tensor([i for i, slot, _ in parts for _ in range(slot.rank)])

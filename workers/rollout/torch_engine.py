@@ -389,11 +389,17 @@ class TorchEngine:
         self._take(rows, sample(self.decoder.logits(hidden), uniforms, params))
 
     def _lora(self, slots: Sequence[Slot | None]) -> AdapterRows | None:
-        """The LoRA branch for rows on these slots; concatenates again only when the set of live adapters changed."""
+        """The LoRA branch for rows on these slots.
+
+        Concatenates again only for a new adapter, or when over half of the concatenated ones have left.
+        """
+        if not any(slots):
+            return None
         active = {row.slot: None for row in self._live() if row.slot is not None}
-        if self._concatenated is None or set(self._concatenated.slots) != active.keys():
-            self._concatenated = AdapterBatch(list(active), self.decoder.shapes, len(self.decoder.layers))
-        return self._concatenated.rows(slots) if any(slots) else None
+        batch = self._concatenated
+        if batch is None or not active.keys() <= set(batch.slots) or len(batch.slots) > 2 * len(active):
+            batch = self._concatenated = AdapterBatch(list(active), self.decoder.shapes, len(self.decoder.layers))
+        return batch.rows(slots)
 
     def _take(self, rows: Sequence[Row], sampled: Sampled) -> None:
         values = zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.finite.tolist(), strict=True)

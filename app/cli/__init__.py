@@ -1,0 +1,37 @@
+"""The `marlaas` command. Each module of this package is one group of commands."""
+
+from __future__ import annotations
+
+import sys
+
+import structlog
+import typer
+
+from app.cli import adapters, files, jobs, keys, models, service, tenants, workers
+from app.cli.output import Commands
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Multi-tenant asynchronous reinforcement learning: many LoRA adapters over one base model.",
+)
+app.command()(service.up)
+app.add_typer(service.database, name="db")
+app.add_typer(models.app, name="model")
+app.add_typer(tenants.app, name="tenant")
+app.add_typer(keys.app, name="key")
+app.add_typer(files.app, name="file")
+app.add_typer(jobs.app, name="job")
+app.add_typer(adapters.app, name="adapter")
+app.add_typer(workers.app, name="worker")
+
+
+@app.callback()
+def log_to_stderr() -> None:
+    """Standard output is for what was asked for."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,29 @@
+"""Gunicorn's configuration of the web process; the `Procfile` names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.settings import get_settings
+
+_settings = get_settings()
+
+bind = f"{_settings.web_host}:{_settings.web_port}"
+worker_class = "gthread"
+workers = 1
+threads = 8
+timeout = 60
+graceful_timeout = 10
+# Lines go through structlog, set up in `create_app`; access lines of health probes would drown all others.
+accesslog = None
+logconfig_dict: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "loggers": {"gunicorn.error": {"level": "INFO", "handlers": [], "propagate": True}},
+}
+
+
+def on_starting(_server: object) -> None:
+    from app.log import configure_logging
+
+    configure_logging("web")

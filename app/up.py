@@ -1,0 +1,115 @@
+"""`marlaas up`: servers, schema, base model and all processes of the service, until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from app import base_models, db, migrate
+from app.db import transaction
+from app.embedded import EmbeddedStack
+from app.embedded.ports import choose_ports
+from app.log import configure_logging
+from app.manager import base_models as registry
+from app.settings import get_settings
+from app.supervisor import KeepsCrashing, Restarts, Supervisor
+
+PROCFILE = Path(__file__).resolve().parent.parent / "Procfile"
+TICK_SECONDS = 0.2
+
+
+def up(*, embedded: bool = True, base_model: str | None = None, procfile: Path = PROCFILE) -> None:
+    """Runs until Ctrl-C or SIGTERM, then stops workers first, servers last. A second Ctrl-C does not wait for work.
+
+    Raises MarlaasError when something does not start or keeps crashing; whatever had started is stopped by then.
+    """
+    asked, hurry = threading.Event(), threading.Event()
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        if asked.is_set():
+            hurry.set()
+        asked.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_signal)
+
+    with ExitStack() as exits:
+        stack = exits.enter_context(running_stack(get_settings().state_dir)) if embedded else None
+        configure_logging("up")
+        environment = prepare(stack, base_model)
+        if asked.is_set():
+            return
+        supervisor = exits.enter_context(Supervisor(procfile.read_text(), environment, hurry))
+        _say(
+            f"MARLaaS is starting at http://{get_settings().web_host}:{environment['MARLAAS_WEB_PORT']}"
+            f" (state in {get_settings().state_dir}); Ctrl-C stops it"
+        )
+        servers = Restarts()
+        while not asked.wait(TICK_SECONDS):
+            supervisor.tick()
+            if stack is not None:
+                revive(stack, servers, asked)
+        _say("stopping; what has started is finished first, Ctrl-C again does not wait")
+
+
+@contextmanager
+def running_stack(state_dir: Path) -> Iterator[EmbeddedStack]:
+    """The embedded servers, with the settings of this process pointing at them."""
+    with EmbeddedStack(state_dir) as stack:
+        os.environ.update(stack.environment())
+        get_settings.cache_clear()
+        yield stack
+
+
+def prepare(stack: EmbeddedStack | None, base_model: str | None) -> dict[str, str]:
+    """Schema, logins, base models. Returns the variables that the processes get besides the servers' own."""
+    settings = get_settings()
+    migrate.upgrade(settings.database_url.get_secret_value())
+    if stack is not None:
+        stack.create_logins()
+    base_model = base_model or settings.base_model
+    if base_model is not None or not base_models.pulled(settings.models_path):
+        wanted = base_model or base_models.DEFAULT_MODEL
+        _say(f"base model {wanted}: fetching it, where it is not here yet")
+        base_model = base_models.model_name(base_models.pull(wanted, settings.models_path))
+    register_pulled(settings.models_path, first=base_model)
+    with transaction() as session:
+        served = registry.served_model(session, base_model)
+        environment = {"MARLAAS_BASE_MODEL": served.name, "MARLAAS_QUEUE_SUFFIX": served.queue_suffix}
+    db.dispose_engines()
+    (port,) = choose_ports([settings.web_port])
+    return environment | {"MARLAAS_WEB_PORT": str(port)}
+
+
+def register_pulled(models_dir: Path, first: str | None = None) -> None:
+    """Makes all pulled models known to the service, `first` before the others."""
+    folders = sorted(base_models.pulled(models_dir), key=lambda f: base_models.model_name(f) != first)
+    with transaction() as session:
+        for folder in folders:
+            description = base_models.describe(folder)
+            dtype = base_models.compute_dtype(description)
+            registry.register(session, base_models.model_name(folder), folder.name, dtype, description)
+
+
+def revive(stack: EmbeddedStack, restarts: Restarts, asked: threading.Event) -> None:
+    """Starts again servers that ended by themselves. Raises KeepsCrashing when that happens too often."""
+    for name in stack.dead():
+        now = time.monotonic()
+        start_at = restarts.next_start(now, lived=0.0)
+        if start_at is None:
+            raise KeepsCrashing(f"{name} keeps ending; its log is in {stack.state_dir / 'services'}")
+        _say(f"{name} ended by itself; starts again in {start_at - now} s")
+        if asked.wait(start_at - now):
+            return
+        stack.start(name)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
