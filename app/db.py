@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Literal
 
-from sqlalchemy import Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.orm import Session
 
@@ -66,7 +66,7 @@ def after_commit(session: Session, publish: Callable[[], object]) -> None:
 
 
 @event.listens_for(Session, "after_begin")
-def _set_tenant(session: Session, transaction: object, connection: object) -> None:
+def _set_tenant(session: Session, transaction: object, connection: Connection) -> None:
     """Row-level security reads this setting; `true` binds it to the transaction."""
     if tenant := session.info.get(TENANT):
-        session.execute(text("SELECT set_config('marlaas.tenant', :tenant, true)"), {"tenant": tenant})
+        connection.execute(text("SELECT set_config('marlaas.tenant', :tenant, true)"), {"tenant": tenant})

@@ -14,16 +14,11 @@ workers = 1
 threads = 8
 timeout = 60
 graceful_timeout = 10
-# Lines go through structlog, set up in `create_app`; access lines of health probes would drown all others.
-accesslog = None
+control_socket_disable = True
+accesslog = None  # the lines of health probes would drown all others
 logconfig_dict: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
+    "formatters": {"generic": {"()": "app.log.formatter", "process": "web"}},
     "loggers": {"gunicorn.error": {"level": "INFO", "handlers": [], "propagate": True}},
 }
-
-
-def on_starting(_server: object) -> None:
-    from app.log import configure_logging
-
-    configure_logging("web")

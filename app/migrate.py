@@ -6,6 +6,12 @@ from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
+from alembic.script import ScriptDirectory
+from sqlalchemy import text
+from sqlalchemy.exc import ProgrammingError
+
+from app.db import transaction
+from app.errors import Conflict
 
 MIGRATIONS = Path(__file__).resolve().parent.parent / "migrations"
 
@@ -25,3 +31,19 @@ def upgrade(url: str, revision: str = "head") -> None:
 
 def downgrade(url: str, revision: str) -> None:
     command.downgrade(config(url), revision)
+
+
+def check_schema() -> None:
+    """Raises Conflict when the database's schema is not the one that this code knows."""
+    known = ScriptDirectory.from_config(config("")).get_current_head()
+    try:
+        with transaction() as session:
+            found = session.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    except ProgrammingError:
+        found = None
+    if found != known:
+        raise Conflict(
+            f"the database's schema is {found or 'empty'}, this code knows {known}: run `marlaas db upgrade`"
+            " with the newest release, then start the workers of that release",
+            code="unknown_schema",
+        )

@@ -23,6 +23,10 @@ from app.supervisor import KeepsCrashing, Restarts, Supervisor
 
 PROCFILE = Path(__file__).resolve().parent.parent / "Procfile"
 TICK_SECONDS = 0.2
+QUIET = {
+    "TQDM_DISABLE": "1",  # progress bars are no log lines
+    "PYTHONWARNINGS": "ignore:You're running the worker with superuser",  # as the operator knows
+}
 
 
 def up(*, embedded: bool = True, base_model: str | None = None, procfile: Path = PROCFILE) -> None:
@@ -85,7 +89,7 @@ def prepare(stack: EmbeddedStack | None, base_model: str | None) -> dict[str, st
         environment = {"MARLAAS_BASE_MODEL": served.name, "MARLAAS_QUEUE_SUFFIX": served.queue_suffix}
     db.dispose_engines()
     (port,) = choose_ports([settings.web_port])
-    return environment | {"MARLAAS_WEB_PORT": str(port)}
+    return QUIET | environment | {"MARLAAS_WEB_PORT": str(port)}
 
 
 def register_pulled(models_dir: Path, first: str | None = None) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sqlalchemy import select, text
 
-from app.db import transaction
+from app.db import engine, transaction
 from app.manager import admission, base_models, buffer, commit, episodes, jobs, objects, tenants, workers
 from app.manager.buffer import TrainingClaim
 from app.manager.commit import NewVersion
@@ -41,9 +42,11 @@ def register_model(name: str = MODEL) -> None:
 
 
 def announce(*said: Announcement) -> None:
+    """Heartbeats of workers, which stay alive for the whole test."""
     with transaction() as session:
         for one in said:
             workers.heartbeat(session, one)
+    execute("UPDATE workers SET seen_at = now() + interval '1 h'")
 
 
 def make_tenant(name: str = "acme", **quota: Any) -> Tenant:
@@ -307,3 +310,34 @@ def to_phase(job_id: uuid.UUID, phase: str) -> TrainingClaim | None:
     elif phase in ("ready", "training"):
         finish_round(job_id)
     return claim_training() if phase == "training" else None
+
+
+# --- what users want
+
+
+def cancel(job_id: uuid.UUID) -> None:
+    with transaction() as session:
+        jobs.cancel(session, job_id)
+
+
+def pause(job_id: uuid.UUID) -> None:
+    with transaction() as session:
+        jobs.pause(session, job_id)
+
+
+def resume(job_id: uuid.UUID) -> None:
+    with transaction() as session:
+        jobs.resume(session, job_id)
+
+
+def wait_until_blocked(seconds: float = 10.0) -> None:
+    """Returns once a session of the service waits for a lock. Raises AssertionError when none does in time."""
+    deadline = time.monotonic() + seconds
+    waiting = (
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND application_name = 'marlaas-service'"
+    )
+    while time.monotonic() < deadline:
+        with engine("owner").connect() as connection:
+            if connection.execute(text(waiting)).scalar_one():
+                return
+    raise AssertionError("no session waits for a lock")

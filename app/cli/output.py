@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,9 @@ from typer.core import TyperGroup
 from app.errors import InfrastructureFault, MarlaasError
 from app.settings import get_settings
 
-out = Console()
+WIDE = 160  # columns where the output is no terminal
+
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 err = Console(stderr=True)
 
 NO_SCHEMA = ("42P01", "42703")  # undefined table, undefined column
@@ -113,7 +116,9 @@ def columns(row: object, *names: str) -> dict[str, Any]:
 
 def table(rows: Sequence[Any], cells: Mapping[str, Cell], *, title: str | None = None) -> Table:
     """A table with one column for each of `cells`: its heading and what it shows of a row."""
-    result = Table(*cells, title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for heading in cells:
+        result.add_column(heading, overflow="fold")  # an id that is cut off is of no use
     for row in rows:
         result.add_row(*(_text(cell(row)) for cell in cells.values()))
     return result

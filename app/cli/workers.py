@@ -16,7 +16,7 @@ FIELDS = ("name", "kind", "base_model", "slots", "adapter_slots", "draining", "l
 CELLS: dict[str, Cell] = {
     "WORKER": lambda w: w.name,
     "STAGE": lambda w: w.kind,
-    "BASE MODEL": lambda w: w.base_model,
+    "MODEL": lambda w: w.base_model,
     "BUSY": lambda w: f"{w.load['running']}/{w.slots}" if "running" in w.load else None,
     "ADAPTERS": lambda w: f"{len(w.load.get('resident', ()))}/{w.adapter_slots}" if w.adapter_slots else None,
     "TOKENS/S": lambda w: w.load.get("tokens_per_second"),

@@ -93,7 +93,7 @@ def allot(session: Session) -> dict[Row[Any], int]:
         shares: dict[Hashable, Share] = {t.id: Share(t.weight, room[t.id]) for t in tenants}
         free = announced.slots - sum(row.running for row in mine.values())
         for round_id, count in allocate(free, demands, shares, announced.adapter_slots).items():
-            row = mine[round_id]  # type: ignore[index]
+            row = mine[round_id]
             given[row] = count
             room[row.tenant_id] -= count
     return given

@@ -22,6 +22,8 @@ from app.models.round import EpisodeState, RoundKind, RoundState, TurnKind
 from app.settings import get_settings
 from app.specs.job import JobSpec
 
+TurnRow = Row[*tuple[Any, ...]]
+
 # Training time of this long counts for whose turn it is.
 FAIRNESS_WINDOW_SECONDS = 600
 
@@ -164,7 +166,7 @@ def trajectories(session: Session, claim: TrainingClaim) -> list[list[StoredTraj
 
     Raises MixedVersions when a turn is of another version or other weights (rule 1; the schema refuses it as well).
     """
-    turns: dict[int, list[Row[Any]]] = defaultdict(list)
+    turns: dict[int, list[TurnRow]] = defaultdict(list)
     for turn in session.execute(
         select(
             Turn.episode_id,
@@ -201,7 +203,7 @@ def trajectories(session: Session, claim: TrainingClaim) -> list[list[StoredTraj
     return list(groups.values())
 
 
-def check_consistent(claim: TrainingClaim, turns: Sequence[Row[Any]]) -> None:
+def check_consistent(claim: TrainingClaim, turns: Sequence[TurnRow]) -> None:
     for turn in turns:
         policy = turn.kind == TurnKind.POLICY
         if turn.policy_version != claim.policy_version or (policy and turn.weights_digest != claim.weights_digest):
@@ -211,7 +213,7 @@ def check_consistent(claim: TrainingClaim, turns: Sequence[Row[Any]]) -> None:
             )
 
 
-def _assemble(group: int, index: int, reward: float, truncated: bool, turns: Sequence[Row[Any]]) -> StoredTrajectory:
+def _assemble(group: int, index: int, reward: float, truncated: bool, turns: Sequence[TurnRow]) -> StoredTrajectory:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []

@@ -393,7 +393,7 @@ def _finish(session: Session, answers: Sequence[Answer]) -> list[int]:
         {
             "ids": [a.claim.episode_id for a in answers],
             "attempts": [a.claim.attempt for a in answers],
-            "said": json.dumps(said),
+            "said": json.dumps(said, allow_nan=False),
         },
     )
     return [row.round_id for row in rows]

@@ -24,9 +24,6 @@ from app.specs.problems import problems, summary
 # A job that cannot be validated or started after this many doorbells fails by name.
 DOORBELL_BUDGET = 20
 
-# A validation or start that was begun is rung for again after this long.
-BEGIN_SECONDS = 60
-
 
 def lock_job(session: Session, job_id: uuid.UUID) -> Job:
     """The job under its row lock. NO KEY UPDATE: inserts that refer to the job do not wait for it."""
@@ -95,7 +92,7 @@ def begin(session: Session, job_id: uuid.UUID, state: JobState) -> Job | None:
     claimed = session.scalars(
         update(Job)
         .where(Job.id == job_id, Job.state == state, Job.doorbell_at <= func.now())
-        .values(doorbell_at=func.now() + timedelta(seconds=BEGIN_SECONDS))
+        .values(doorbell_at=func.now() + timedelta(seconds=get_settings().lease_seconds))
         .returning(Job.id)
         .execution_options(synchronize_session=False)
     ).first()
@@ -149,7 +146,7 @@ def _go_on(session: Session, job: Job) -> None:
         doorbells.ring_training(session, job.base_model)
 
 
-def live_train_round(job_id: uuid.UUID) -> Select[tuple[int]]:
+def live_train_round(job_id: uuid.UUID) -> Select[int]:
     return rounds.live_rounds(job_id).where(Round.kind == RoundKind.TRAIN)
 
 

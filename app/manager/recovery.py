@@ -6,51 +6,29 @@ Each part is a short transaction of its own, or several. Losing every message, o
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 
-from sqlalchemy import func, select, text, update
+from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from app.db import after_commit, engine, transaction
+from app.db import after_commit, transaction
 from app.manager import doorbells, jobs, rounds
-from app.models import Episode, Job, Round
-from app.models.job import JobState, Wanted
-from app.models.round import IN_FLIGHT, OPEN, EpisodeState, RoundState
+from app.models import Episode, Round
+from app.models.round import OPEN, EpisodeState, RoundState
 from app.settings import get_settings
 
-SWEEP_LOCK = 0x4D41524C53
 BATCH = 1000  # rows a part handles at most; the next sweep takes the rest
 
 
 def sweep() -> dict[str, int]:
-    """One pass; returns what it did by name. Parts that found nothing are left out."""
+    """One pass; returns what it did by name. Parts that found nothing are left out. Two sweeps at once share the work:
+    each skips the rows that the other has locked."""
     done: dict[str, int] = {}
-    with sweeping() as mine:
-        if mine:
-            for part in (expire_episode_leases, expire_training_leases, ring_episodes, ring_training, recount_rounds):
-                done[part.__name__] = in_transaction(part)
-            done["ring_unstarted"] = ring_unstarted()
-            done["settle_jobs"] = settle_jobs()
+    for part in (expire_episode_leases, expire_training_leases, ring_episodes, ring_training, recount_rounds):
+        with transaction() as session:
+            done[part.__name__] = part(session)
+    done["ring_unstarted"] = ring_unstarted()
+    done["settle_jobs"] = settle_jobs()
     return {name: count for name, count in done.items() if count}
-
-
-@contextmanager
-def sweeping() -> Iterator[bool]:
-    """Whether this is the only sweep now. The lock belongs to a connection, so it ends with its process."""
-    with engine("service").connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        mine = connection.execute(select(func.pg_try_advisory_lock(SWEEP_LOCK))).scalar_one()
-        try:
-            yield mine
-        finally:
-            if mine:
-                connection.execute(select(func.pg_advisory_unlock(SWEEP_LOCK)))
-
-
-def in_transaction(part: Callable[[Session], int]) -> int:
-    with transaction() as session:
-        return part(session)
 
 
 # Whether a claim is lost: its lease ran out, or its process sends no heartbeats any more. Just after a database restart
@@ -129,26 +107,17 @@ def _fail_for_losses(round_id: int, what: str, losses: int, session: Session) ->
 
 def ring_episodes(session: Session) -> int:
     """Admitted work that nobody holds, and that was last rung for a while ago, is rung for again."""
-    late = (
-        select(Episode.id)
-        .join(Round, Round.id == Episode.round_id)
-        .where(
-            Episode.state.in_(IN_FLIGHT),
-            Episode.lease_until.is_(None),
-            Episode.doorbell_at <= func.now() - timedelta(seconds=get_settings().doorbell_seconds),
-            Round.state == RoundState.ROLLING_OUT,
-        )
-        .order_by(Episode.id)
-        .limit(BATCH)
-        .with_for_update(of=Episode, key_share=True, skip_locked=True)
-        .cte("late")
-    )
     rows = session.execute(
-        update(Episode)
-        .where(Episode.id == late.c.id)
-        .values(doorbell_at=func.now())
-        .returning(Episode.id, Episode.group_id, Episode.state)
-        .execution_options(synchronize_session=False)
+        text(
+            "WITH late AS ("
+            " SELECT e.id FROM episodes e JOIN rounds r ON r.id = e.round_id"
+            " WHERE e.state IN ('resetting', 'generating', 'acting') AND e.lease_until IS NULL"
+            " AND e.doorbell_at <= now() - make_interval(secs => :bell) AND r.state = 'rolling_out'"
+            " ORDER BY e.id LIMIT :batch FOR NO KEY UPDATE OF e SKIP LOCKED)"
+            " UPDATE episodes e SET doorbell_at = now()"
+            " FROM late WHERE e.id = late.id RETURNING e.id, e.group_id, e.state"
+        ),
+        {"bell": get_settings().doorbell_seconds, "batch": BATCH},
     ).all()
     doorbells.ring_resets(session, sorted({r.group_id for r in rows if r.state == EpisodeState.RESETTING}))
     doorbells.ring_steps(session, sorted(r.id for r in rows if r.state == EpisodeState.ACTING))
@@ -159,26 +128,16 @@ def ring_episodes(session: Session) -> int:
 
 def ring_training(session: Session) -> int:
     """Ready rounds that nobody took."""
-    late = (
-        select(Round.id, Job.base_model)
-        .join(Job, Job.id == Round.job_id)
-        .where(
-            Round.state == RoundState.READY,
-            Round.doorbell_at <= func.now() - timedelta(seconds=get_settings().doorbell_seconds),
-            Job.state == JobState.RUNNING,
-            Job.wanted == Wanted.RUN,
-        )
-        .order_by(Round.id)
-        .limit(BATCH)
-        .with_for_update(of=Round, key_share=True, skip_locked=True)
-        .cte("late")
-    )
     rows = session.execute(
-        update(Round)
-        .where(Round.id == late.c.id)
-        .values(doorbell_at=func.now())
-        .returning(late.c.base_model)
-        .execution_options(synchronize_session=False)
+        text(
+            "WITH late AS ("
+            " SELECT r.id, j.base_model FROM rounds r JOIN jobs j ON j.id = r.job_id"
+            " WHERE r.state = 'ready' AND r.doorbell_at <= now() - make_interval(secs => :bell)"
+            " AND j.state = 'running' AND j.wanted = 'run'"
+            " ORDER BY r.id LIMIT :batch FOR NO KEY UPDATE OF r SKIP LOCKED)"
+            " UPDATE rounds r SET doorbell_at = now() FROM late WHERE r.id = late.id RETURNING late.base_model"
+        ),
+        {"bell": get_settings().doorbell_seconds, "batch": BATCH},
     ).all()
     for row in rows:
         doorbells.ring_training(session, row.base_model)
@@ -235,7 +194,11 @@ def settle_jobs() -> int:
     """Jobs whose next state nobody was there to make: pauses that are complete, ends, missing rounds."""
     with transaction() as session:
         candidates = session.scalars(text(_UNSETTLED)).all()
-    return sum(in_transaction(lambda session, job_id=job_id: settle(session, job_id)) for job_id in candidates)  # type: ignore[misc]
+    settled = 0
+    for job_id in candidates:
+        with transaction() as session:
+            settled += settle(session, job_id)
+    return settled
 
 
 def settle(session: Session, job_id: uuid.UUID) -> bool:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
-from sqlalchemy import func, select, text, update
+from sqlalchemy import Executable, func, select, text, update
 from sqlalchemy.orm import Session
 
 from app import storage
 from app.db import transaction
 from app.models import StoredObject
-from app.models.object import ObjectState
+from app.models.object import ObjectKind, ObjectState
 from app.settings import get_settings
 
 BATCH = 500
 PARTITION = 10_000  # rounds in one partition of `turns`, as in the first migration
+
+# A change of partitions wants `turns` and `rounds` for itself: it gives up, until the next pass, before anybody's
+# deadlock check (after 1 s) would end a transaction that works on a round.
+_BRIEFLY = "SET LOCAL lock_timeout = '500ms'"
 
 
 def retain() -> dict[str, int]:
@@ -22,7 +28,7 @@ def retain() -> dict[str, int]:
     done: dict[str, int] = {}
     with transaction() as session:
         ensure_partitions(session)
-    for part in (expire_optimizers, expire_adapters, expire_orphans, roll_up_usage):
+    for part in (expire_optimizers, expire_adapters, expire_orphans, roll_up_usage, delete_old_spans):
         with transaction() as session:
             if count := part(session):
                 done[part.__name__] = count
@@ -36,65 +42,69 @@ def retain() -> dict[str, int]:
 
 def ensure_partitions(session: Session) -> None:
     """Keeps the partition after the newest round's ready, so that no round waits for one."""
+    session.execute(text(_BRIEFLY))
     last = session.execute(text("SELECT coalesce(max(id), 0) FROM rounds")).scalar_one()
     for round_id in (last, last + PARTITION):
         session.execute(text("SELECT marlaas_ensure_turns_partition(:id)"), {"id": round_id})
 
 
+# A round without signal shares its parent's objects, so an object goes once no version that is kept refers to it.
 _EXPIRE = """
-UPDATE objects SET state = 'expired', state_at = now() WHERE state = 'live' AND id IN (
-    SELECT v.{column} FROM policy_versions v JOIN jobs j ON j.id = v.job_id
-    WHERE v.{column} IS NOT NULL AND {old}
-    LIMIT :batch
-) AND id NOT IN (
-    SELECT v.{column} FROM policy_versions v JOIN jobs j ON j.id = v.job_id WHERE v.{column} IS NOT NULL AND NOT ({old})
+WITH old AS (
+    SELECT o.id FROM objects o JOIN jobs j ON j.id = o.job_id
+    WHERE o.state = 'live' AND o.kind = :kind AND NOT EXISTS (
+        SELECT FROM policy_versions v
+        WHERE v.job_id = o.job_id AND v.version >= o.version AND v.{column} = o.id AND {kept}
+    )
+    ORDER BY o.id LIMIT :batch FOR NO KEY UPDATE OF o SKIP LOCKED
 )
+UPDATE objects o SET state = 'expired', state_at = now() FROM old WHERE o.id = old.id
 """
 
-# A live job's latest K states (an update and its predecessor); of a job that is over, the last one.
-_OLD_OPTIMIZER = "v.version <= j.version - :keep"
+_KEPT_OPTIMIZER = "v.version > j.version - :keep"
 
 # Every Nth version, the first and the last, and whatever a live round has pinned.
-_OLD_ADAPTER = (
-    "v.version > 0 AND v.version < j.version AND v.version % :every <> 0 AND NOT EXISTS ("
-    "SELECT 1 FROM rounds r WHERE r.job_id = v.job_id AND r.policy_version = v.version"
-    " AND r.state IN ('rolling_out', 'ready', 'training'))"
+_KEPT_ADAPTER = (
+    "(v.version % :every = 0 OR v.version >= j.version OR EXISTS ("
+    "SELECT FROM rounds r WHERE r.job_id = v.job_id AND r.policy_version = v.version"
+    " AND r.state IN ('rolling_out', 'ready', 'training')))"
 )
 
 
 def expire_optimizers(session: Session) -> int:
+    """All but a job's latest K optimizer states."""
+    statement = text(_EXPIRE.format(column="optimizer_object_id", kept=_KEPT_OPTIMIZER))
     keep = get_settings().keep_optimizer_states
-    statement = text(_EXPIRE.format(column="optimizer_object_id", old=_OLD_OPTIMIZER))
-    return session.execute(statement, {"keep": keep, "batch": BATCH}).rowcount  # type: ignore[attr-defined]
+    return _count(session, statement, {"kind": ObjectKind.OPTIMIZER, "keep": keep, "batch": BATCH})
 
 
 def expire_adapters(session: Session) -> int:
     every = get_settings().keep_adapter_every
+    if every == 1:
+        return 0
     count = 0
-    for column in ("adapter_object_id", "config_object_id"):
-        statement = text(_EXPIRE.format(column=column, old=_OLD_ADAPTER))
-        count += session.execute(statement, {"every": every, "batch": BATCH}).rowcount  # type: ignore[attr-defined]
+    for kind, column in (
+        (ObjectKind.ADAPTER_MODEL, "adapter_object_id"),
+        (ObjectKind.ADAPTER_CONFIG, "config_object_id"),
+    ):
+        statement = text(_EXPIRE.format(column=column, kept=_KEPT_ADAPTER))
+        count += _count(session, statement, {"kind": kind, "every": every, "batch": BATCH})
     return count
+
+
+def _count(session: Session, statement: Executable, parameters: Mapping[str, Any]) -> int:
+    return session.execute(statement, parameters).rowcount  # type: ignore[attr-defined]
 
 
 def expire_orphans(session: Session) -> int:
     """Pending objects whose commit never came. The row lock keeps a commit that is just now under way."""
-    late = (
-        select(StoredObject.id)
-        .where(
-            StoredObject.state == ObjectState.PENDING,
-            StoredObject.state_at < func.now() - timedelta(seconds=get_settings().orphan_seconds),
-        )
-        .limit(BATCH)
-        .with_for_update(skip_locked=True)
-        .scalar_subquery()
+    statement = text(
+        "WITH late AS ("
+        " SELECT id FROM objects WHERE state = 'pending' AND state_at < now() - make_interval(secs => :wait)"
+        " ORDER BY id LIMIT :batch FOR NO KEY UPDATE SKIP LOCKED)"
+        " UPDATE objects o SET state = 'expired', state_at = now() FROM late WHERE o.id = late.id"
     )
-    return session.execute(
-        update(StoredObject)
-        .where(StoredObject.id.in_(late))
-        .values(state=ObjectState.EXPIRED, state_at=func.now())
-        .execution_options(synchronize_session=False)
-    ).rowcount  # type: ignore[attr-defined]
+    return _count(session, statement, {"wait": get_settings().orphan_seconds, "batch": BATCH})
 
 
 def delete_expired() -> int:
@@ -108,6 +118,8 @@ def delete_expired() -> int:
             .where(StoredObject.state == ObjectState.EXPIRED, StoredObject.state_at < func.now() - wait)
             .limit(BATCH)
         ).all()
+    if not gone:
+        return 0
     for row in gone:
         storage.delete(row.key)
     with transaction() as session:
@@ -138,15 +150,26 @@ def roll_up_usage(session: Session) -> int:
 
 def drop_old_turns(session: Session) -> int:
     """Drops partitions of `turns` all of whose rounds ended longer ago than they are kept for."""
+    session.execute(text(_BRIEFLY))
     old = session.scalars(
         text(
-            "SELECT id / :size AS number FROM rounds GROUP BY 1 HAVING count(*) = count(finished_at)"
-            " AND max(finished_at) < now() - make_interval(secs => :seconds)"
-            " AND (id / :size + 1) * :size <= (SELECT max(id) FROM rounds)"
-            " AND to_regclass('turns_p' || id / :size) IS NOT NULL"
+            "SELECT substring(c.relname FROM 8)::bigint AS number"
+            " FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid WHERE i.inhparent = 'turns'::regclass"
+            " AND (substring(c.relname FROM 8)::bigint + 1) * :size <= (SELECT max(id) FROM rounds)"
+            " AND NOT EXISTS (SELECT FROM rounds r WHERE r.id >= substring(c.relname FROM 8)::bigint * :size"
+            " AND r.id < (substring(c.relname FROM 8)::bigint + 1) * :size"
+            " AND (r.finished_at IS NULL OR r.finished_at > now() - make_interval(secs => :seconds)))"
         ),
         {"size": PARTITION, "seconds": get_settings().keep_rounds_days * 86400},
     ).all()
     for number in old:
         session.execute(text("SELECT marlaas_drop_turns_partition(:id)"), {"id": number * PARTITION})
     return len(old)
+
+
+def delete_old_spans(session: Session) -> int:
+    statement = text(
+        "DELETE FROM phase_spans WHERE id IN (SELECT id FROM phase_spans"
+        " WHERE started_at < now() - make_interval(secs => :seconds) ORDER BY started_at LIMIT :batch)"
+    )
+    return _count(session, statement, {"seconds": get_settings().keep_rounds_days * 86400, "batch": 100 * BATCH})

@@ -141,7 +141,7 @@ def finish_if_done(session: Session, job: Job) -> bool:
     return True
 
 
-def live_rounds(job_id: uuid.UUID) -> Select[tuple[int]]:
+def live_rounds(job_id: uuid.UUID) -> Select[int]:
     return select(Round.id).where(Round.job_id == job_id, Round.state.in_(LIVE_ROUND))
 
 

@@ -34,7 +34,7 @@ class StoredObject(Base):
         CheckConstraint(one_of("kind", ObjectKind), name="kind"),
         CheckConstraint("length(sha256) = 64 AND size >= 0", name="sha256_and_size"),
         Index("ix_objects_unsettled", "state", "state_at", postgresql_where=text("state IN ('pending', 'expired')")),
-        Index("ix_objects_job", "job_id", "version"),
+        Index("ix_objects_live", "kind", "job_id", "version", postgresql_where=text("state = 'live'")),
     )
 
     id: Mapped[UuidKey]

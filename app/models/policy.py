@@ -16,7 +16,7 @@ class PolicyVersion(Base):
     __table_args__ = (
         # Without gaps: every version but 0 stands on the one before it.
         CheckConstraint(
-            "(version = 0 AND parent_version IS NULL) OR (version > 0 AND parent_version = version - 1)",
+            "CASE version WHEN 0 THEN parent_version IS NULL ELSE coalesce(parent_version = version - 1, false) END",
             name="stands_on_parent",
         ),
         ForeignKeyConstraint(

@@ -223,7 +223,13 @@ def upgrade() -> None:
         sa.UniqueConstraint("key", name=op.f("uq_objects_key")),
         sa.UniqueConstraint("tenant_id", "id", name=op.f("uq_objects_tenant_id_id")),
     )
-    op.create_index("ix_objects_job", "objects", ["job_id", "version"], unique=False)
+    op.create_index(
+        "ix_objects_live",
+        "objects",
+        ["kind", "job_id", "version"],
+        unique=False,
+        postgresql_where=sa.text("state = 'live'"),
+    )
     op.create_index(
         "ix_objects_unsettled",
         "objects",
@@ -315,7 +321,7 @@ def upgrade() -> None:
         sa.Column("signal", sa.Boolean(), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
         sa.CheckConstraint(
-            "(version = 0 AND parent_version IS NULL) OR (version > 0 AND parent_version = version - 1)",
+            "CASE version WHEN 0 THEN parent_version IS NULL ELSE coalesce(parent_version = version - 1, false) END",
             name=op.f("ck_policy_versions_stands_on_parent"),
         ),
         sa.CheckConstraint("(version = 0) = (round_id IS NULL)", name=op.f("ck_policy_versions_made_by_round")),

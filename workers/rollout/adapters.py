@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
+import socket
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -25,7 +25,7 @@ class AdapterStore:
         self._engine = engine
         self._cache = cache
         self._keep = keep
-        self._root = Path(tempfile.mkdtemp(prefix="adapters-", dir=_made(get_settings().cache_path)))
+        self._root = _own_folder(get_settings().cache_path)
         self._lock = threading.Lock()
         self._registered: OrderedDict[str, int] = OrderedDict()  # key -> users now
 
@@ -75,6 +75,12 @@ class AdapterStore:
         shutil.rmtree(self._root, ignore_errors=True)
 
 
-def _made(path: Path) -> Path:
-    os.makedirs(path, exist_ok=True)
-    return path
+def _own_folder(cache: Path) -> Path:
+    """A folder of this process; those of processes of this machine that died are removed."""
+    prefix = f"adapters-{socket.gethostname()}-"
+    for folder in cache.glob(f"{prefix}*"):
+        if not Path(f"/proc/{folder.name.removeprefix(prefix)}").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+    own = cache / f"{prefix}{os.getpid()}"
+    own.mkdir(parents=True, exist_ok=True)
+    return own

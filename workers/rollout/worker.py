@@ -12,7 +12,7 @@ from typing import Any
 
 import structlog
 import torch
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from app.db import transaction
 from app.errors import InfrastructureFault, InvalidRequest, JobFault
@@ -24,6 +24,7 @@ from app.settings import get_settings
 from workers.cache import ObjectCache
 from workers.faults import settle_fault
 from workers.gate import Gate
+from workers.retry import retried
 from workers.rollout.adapters import AdapterStore
 from workers.rollout.chat import Chat
 from workers.rollout.engine import Engine, GenerationRequest, GenerationResult, SamplingParams
@@ -207,6 +208,10 @@ class RolloutWorker:
             if result.finish_reason == "abort":
                 continue
             claim = live.claim
+            digest = result.adapter_digest or claim.round.weights_digest
+            if digest != claim.round.weights_digest:  # never recorded: the schema would refuse it as well
+                faults.append((claim, InfrastructureFault(f"the engine's slot held other weights: {digest}")))
+                continue
             recorded.append(
                 GeneratedTurn(
                     claim=claim,
@@ -215,17 +220,30 @@ class RolloutWorker:
                     logprobs=result.logprobs,
                     finish_reason=result.finish_reason,
                     text=self.chat.decode(result.token_ids),
-                    weights_digest=result.adapter_digest or claim.round.weights_digest,
+                    weights_digest=digest,
                     context_length=live.context_length,
                     seconds=ended - live.started,
                 )
             )
             self.runtime.spans.add(claim.round.tenant_id, claim.round.id, "rollout", live.started, ended)
         if recorded:
-            with transaction() as session:
-                episodes.record_generated(session, recorded)
+            retried(lambda: self._record(recorded), DBAPIError)
         for claim, error in faults:
             settle_fault(claim, error)
+
+    def _record(self, turns: list[GeneratedTurn]) -> None:
+        """Safe to repeat: what was recorded is not held any more."""
+        with transaction() as session:
+            episodes.record_generated(session, turns)
+        for round_ in {t.claim.round.id: t.claim.round for t in turns}.values():
+            log.info(
+                "generated",
+                tenant=str(round_.tenant_id),
+                job=str(round_.job_id),
+                round=round_.id,
+                episodes=[t.claim.episode_id for t in turns if t.claim.round.id == round_.id],
+                tokens=sum(len(t.sampled_ids) for t in turns if t.claim.round.id == round_.id),
+            )
 
     def _renew_on(self) -> None:
         """Renews leases while the engine makes steps; stops what this worker no longer holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import lru_cache
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from sqlalchemy.exc import DBAPIError
 
 from app.db import transaction
 from app.errors import EnvironmentFault, EnvironmentTimeout, InfrastructureFault, InvalidRequest, JobFault
@@ -22,6 +24,7 @@ from app.models.round import EpisodeState, TurnKind
 from app.settings import get_settings
 from app.specs.job import EnvironmentSpec, JobSpec
 from workers.faults import settle_fault
+from workers.retry import retried
 from workers.rollout.chat import Chat
 from workers.runtime import Runtime, runtime
 from workers.tools.datasets import with_items
@@ -33,6 +36,9 @@ log = structlog.get_logger(__name__)
 GATHER_SECONDS = 0.02
 CALLS_AT_ONCE = 64
 
+# Environment faults of one job, seen by this process, that fail it whatever episodes they were of.
+STRIKES = 3
+
 
 class ToolsWorker:
     def __init__(self, this: Runtime) -> None:
@@ -40,6 +46,7 @@ class ToolsWorker:
         self.runner = EnvironmentRunner(module_names(get_settings().environment_modules))
         self.executor = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="call")
         self.calls = 0
+        self.strikes: Counter[uuid.UUID] = Counter()
         this.slots = CALLS_AT_ONCE
         this.load = lambda: {"calls": self.calls}
 
@@ -96,6 +103,14 @@ class ToolsWorker:
         def record(done: list[tuple[int, Answer]]) -> None:
             with transaction() as session:
                 episodes.record_answers(session, [answer for _, answer in done])
+            for round_ in {by_id[i].round.id: by_id[i].round for i, _ in done}.values():
+                log.info(
+                    "answered",
+                    tenant=str(round_.tenant_id),
+                    job=str(round_.job_id),
+                    round=round_.id,
+                    episodes=[i for i, _ in done if by_id[i].round.id == round_.id],
+                )
 
         for episode_id, error in self._run(list(by_id), work, record):
             self._settle([by_id[episode_id]], error)
@@ -166,12 +181,16 @@ class ToolsWorker:
                 else:
                     good.append((key, future.result()))
             if good:
-                record(good)
+                retried(lambda good=good: record(good), DBAPIError)  # type: ignore[misc]
         return faults
 
     def _settle(self, claims: list[Claim], error: Exception) -> None:
-        """An environment that raised or hung is asked once more; then it is the job's fault."""
-        again = isinstance(error, (EnvironmentFault, EnvironmentTimeout))
+        """An environment that raised or hung is asked once more, a few times a job; then it is the job's fault."""
+        again = False
+        if isinstance(error, (EnvironmentFault, EnvironmentTimeout)):
+            job_id = claims[0].round.job_id
+            self.strikes[job_id] += 1
+            again = self.strikes[job_id] < STRIKES
         for claim in claims:
             settle_fault(claim, error, second_chance=again)
 

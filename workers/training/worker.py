@@ -7,10 +7,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 import torch
@@ -18,7 +17,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from app import storage
 from app.db import transaction
-from app.errors import InfrastructureFault, InvalidRequest, JobFault, MarlaasError, ObjectMissing
+from app.errors import InfrastructureFault, InvalidRequest, JobFault, ObjectMissing
 from app.manager import base_models, buffer, commit, jobs, objects
 from app.manager.buffer import StoredTrajectory, TrainingClaim
 from app.manager.commit import LostClaim, NewVersion
@@ -37,6 +36,7 @@ from workers.lora import (
     weights_digest,
     write_adapter,
 )
+from workers.retry import retried
 from workers.runtime import Runtime, Watchdog, runtime
 from workers.training.grpo import Trajectory
 from workers.training.optimizer import OPTIMIZER_FILE, OptimizerState, initial_state, read_optimizer, write_optimizer
@@ -45,7 +45,6 @@ from workers.training.trainer import Trainer
 log = structlog.get_logger(__name__)
 
 STUCK_SECONDS = 300.0
-T = TypeVar("T")
 
 
 class TrainingWorker:
@@ -65,6 +64,7 @@ class TrainingWorker:
         self.cache = ObjectCache()
         self.ticks = 0  # progress: micro-batches, uploads, commits
         self.claim: TrainingClaim | None = None
+        self.claimed_at = 0.0
         self.updates = 0
         self.busy_seconds = 0.0
         this.slots = 1
@@ -116,7 +116,7 @@ class TrainingWorker:
     def train(self, claim: TrainingClaim, groups: list[list[StoredTrajectory]]) -> None:
         """One update of one round, committed once or not at all."""
         started = time.time()
-        self.claim = claim
+        self.claim, self.claimed_at = claim, time.monotonic()
         bound = log.bind(tenant=str(claim.tenant_id), job=str(claim.job_id), round=claim.round_id)
         try:
             version = self._update_and_commit(claim, groups)
@@ -212,7 +212,7 @@ class TrainingWorker:
         with transaction() as session:
             ids = objects.announce(session, tenant_id, job_id, version, uploads)
         for upload in uploads:
-            _with_retries(lambda upload=upload: storage.put(upload.key, upload.data), InfrastructureFault)  # type: ignore[misc]
+            retried(lambda upload=upload: storage.put(upload.key, upload.data), InfrastructureFault)  # type: ignore[misc]
             self.cache.put(upload.data)
             self._tick()
         return NewVersion(
@@ -234,15 +234,19 @@ class TrainingWorker:
                     return claim.policy_version + 1
                 return commit.commit_round(session, claim, new, metrics)
 
-        return _with_retries(once, DBAPIError)
+        try:
+            return retried(once, DBAPIError)
+        except DBAPIError as error:
+            raise InfrastructureFault(str(error).splitlines()[0]) from error
 
     def _renew_on(self) -> None:
-        """Renews the training lease while micro-batches go on."""
+        """Renews the training lease while micro-batches go on, up to the deadline of an update."""
         ticks = -1
         while True:
             time.sleep(get_settings().lease_seconds / 3)
             claim, now = self.claim, self.ticks
-            if claim is None or now == ticks:
+            late = time.monotonic() - self.claimed_at > get_settings().training_deadline_seconds
+            if claim is None or now == ticks or late:
                 continue
             ticks = now
             try:
@@ -250,22 +254,6 @@ class TrainingWorker:
                     buffer.renew(session, claim, get_settings().lease_seconds)
             except SQLAlchemyError as error:
                 log.warning("renewal_failed", error=str(error).splitlines()[0])
-
-
-def _with_retries(call: Callable[[], T], fault: type[Exception]) -> T:
-    """Tries again with growing pauses, within a budget; the last fault is an InfrastructureFault."""
-    for pause in (0.2, 0.5, 1.0, 2.0, 4.0):
-        try:
-            return call()
-        except fault as error:
-            log.warning("retried", error=str(error).splitlines()[0])
-            time.sleep(pause)
-    try:
-        return call()
-    except fault as error:
-        if isinstance(error, MarlaasError):
-            raise
-        raise InfrastructureFault(str(error).splitlines()[0]) from error
 
 
 def _trajectory(stored: StoredTrajectory) -> Trajectory:
