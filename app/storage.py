@@ -95,7 +95,7 @@ def _put(key: str, body: bytes | BinaryIO, sha256: str) -> None:
 
 
 def get(key: str, sha256: str) -> bytes:
-    """Downloads and checks an object. Raises ObjectMissing (gone, or not the bytes that were put), InfrastructureFault."""
+    """Downloads and checks an object. Raises ObjectMissing (gone, or other bytes than put), InfrastructureFault."""
     data = _read(key)
     if sha256_of(data) != sha256:
         raise ObjectMissing(f"object {key} does not match its digest {sha256[:12]}…", param=key)

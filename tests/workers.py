@@ -56,7 +56,9 @@ class WorkerProcesses:
         return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.logs.glob("*.log")))
 
 
-def wait_for(condition: Callable[[], object], seconds: float, what: str, workers: WorkerProcesses | None = None) -> None:
+def wait_for(
+    condition: Callable[[], object], seconds: float, what: str, workers: WorkerProcesses | None = None
+) -> None:
     """Polls until the condition holds. Raises AssertionError at the deadline, with the workers' output."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -1,4 +1,4 @@
-"""Objects by digest on local disk, bounded; a file that is not there comes from S3. Shared by the processes of a machine."""
+"""Objects by digest on local disk, bounded; a file that is not there comes from S3. A machine's processes share it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ObjectCache:
         return self.root / sha256
 
     def read(self, obj: StoredObject) -> bytes:
-        """The object's bytes, from disk when they are whole, else from S3. Raises ObjectMissing, InfrastructureFault."""
+        """The object's bytes, from disk if whole there, else from S3. Raises ObjectMissing, InfrastructureFault."""
         path = self.path(obj.sha256)
         try:
             data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Celery tasks of the manager queue: admission, sweep, retention, submission. Beat drives them; doorbells hurry them."""
+"""Celery tasks of the manager queue: admission, sweep, retention, submission. Beat drives them, doorbells hurry."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class SpanRecorder:
             self._spans.append(Span(tenant_id, round_id, phase, start, end))
 
     def flush(self, session: Session, worker: str) -> None:
-        """Stores the spans in the caller's transaction; a failed transaction loses them, which only a picture misses."""
+        """Stores the spans in the caller's transaction. One that fails loses them, which only a picture misses."""
         with self._lock:
             spans, self._spans = self._spans, []
         if not spans:

@@ -27,11 +27,6 @@ app.add_typer(adapters.app, name="adapter")
 app.add_typer(workers.app, name="worker")
 
 
-@app.callback()
-def log_to_stderr() -> None:
-    """Standard output is for what was asked for."""
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-
-
 def main() -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # standard output is for answers
     app()

@@ -45,6 +45,7 @@ from app.manager.trajectories import GroupView, RoundView, trajectories
 from app.models import Event, Job
 from app.models.job import JobState
 from app.models.round import RoundKind
+from app.specs.job import JobSpec
 
 app = typer.Typer(no_args_is_help=True, help="Jobs: create, watch, steer, read.")
 
@@ -156,7 +157,8 @@ def show_(job: JobName, tenant: MaybeTenant = None, as_json: JsonFlag = False) -
     for name, value in facts.items():
         if value is not None:
             say(f"{name:<11} {value}")
-    say("\n" + yaml.safe_dump(found.spec, sort_keys=False, allow_unicode=True))
+    spec = JobSpec.model_validate(found.spec).model_dump(mode="json")  # in the order of its definition
+    say("\n" + yaml.safe_dump(spec, sort_keys=False, allow_unicode=True))
 
 
 @app.command("events")

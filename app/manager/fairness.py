@@ -31,10 +31,11 @@ def allocate(
     capacity: int, demands: Sequence[Demand], shares: Mapping[Hashable, Share], adapter_slots: int | None = None
 ) -> dict[Hashable, int]:
     """Hands out `capacity` free slots one by one: each to the tenant with the least running episodes for its weight,
-    there to the job with the least for its weight. Returns how many episodes to admit, by round.
+    there to the job with the least for its weight, the oldest round first among equals. Returns how many episodes to
+    admit, by round.
 
-    Work-conserving: a slot stays free only when nobody who waits may have it. `adapter_slots` bounds how many
-    adapters are in use at once.
+    Work-conserving: a slot stays free only when nobody who waits may have it. Nobody starves: who runs nothing comes
+    before all who run something, however heavy these are. `adapter_slots` bounds how many adapters are in use at once.
     """
     given: dict[Hashable, int] = defaultdict(int)
     room = {tenant: share.room for tenant, share in shares.items()}
@@ -45,8 +46,8 @@ def allocate(
     jobs: dict[Hashable, list[tuple[float, float, int]]] = defaultdict(list)
     for order, demand in enumerate(demands):
         if demand.waiting > 0:
-            heapq.heappush(jobs[demand.tenant], ((demand.running + 1) / demand.weight, -demand.age, order))
-    tenants = [((tenant_load[t] + 1) / shares[t].weight, heap[0][1], i, t) for i, (t, heap) in enumerate(jobs.items())]
+            heapq.heappush(jobs[demand.tenant], (demand.running / demand.weight, -demand.age, order))
+    tenants = [(tenant_load[t] / shares[t].weight, heap[0][1], i, t) for i, (t, heap) in enumerate(jobs.items())]
     heapq.heapify(tenants)
     while capacity > 0 and tenants:
         _, _, i, tenant = heapq.heappop(tenants)
@@ -63,10 +64,10 @@ def allocate(
             room[tenant] -= 1
             tenant_load[tenant] += 1
             if given[demand.round] < demand.waiting:
-                load = (demand.running + given[demand.round] + 1) / demand.weight
+                load = (demand.running + given[demand.round]) / demand.weight
                 heapq.heappush(heap, (load, -demand.age, order))
         if heap:
-            heapq.heappush(tenants, ((tenant_load[tenant] + 1) / shares[tenant].weight, heap[0][1], i, tenant))
+            heapq.heappush(tenants, (tenant_load[tenant] / shares[tenant].weight, heap[0][1], i, tenant))
     return dict(given)
 
 

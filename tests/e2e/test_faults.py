@@ -1,4 +1,4 @@
-"""Processes die, messages are lost, servers restart: every version is there exactly once, nothing is lost or doubled."""
+"""Processes die, messages are lost, servers restart: each version is there once, nothing is lost or doubled."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def assert_whole(job_id: uuid.UUID, steps: int, episodes: int, turns: int) -> No
         ).all()
         assert len(indexes) == steps * episodes
         assert {tuple(sorted(row.all)) for row in indexes} == {tuple(range(turns))}
-        trained = session.scalar(
-            select(func.count()).where(UsageEntry.round_id.in_(ids), UsageEntry.episode_id == 0)
-        )
+        trained = session.scalar(select(func.count()).where(UsageEntry.round_id.in_(ids), UsageEntry.episode_id == 0))
         assert trained == steps
 
 
@@ -267,9 +265,5 @@ def test_a_cancelled_job_stops_and_frees_its_slots(service: Service) -> None:
 
 def turns_of(job_id: uuid.UUID) -> int:
     with transaction() as session:
-        return (
-            session.scalar(
-                select(func.count()).select_from(Turn).join(Round, Round.id == Turn.round_id).where(Round.job_id == job_id)
-            )
-            or 0
-        )
+        of_job = select(func.count()).select_from(Turn).join(Round, Round.id == Turn.round_id)
+        return session.scalar(of_job.where(Round.job_id == job_id)) or 0

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from sqlalchemy import func, select
 
 from app.db import transaction
-from app.models import Episode, PolicyVersion, Round, StepMetrics, Turn
+from app.manager import buffer
+from app.manager.packing import unpack_ids, unpack_logprobs
+from app.models import Episode, Group, PolicyVersion, Round, StepMetrics, Turn
 from tests.e2e.conftest import Service
+from tests.tiny import SPECIAL
+
+IM_END, IM_START = SPECIAL.index("<|im_end|>"), SPECIAL.index("<|im_start|>")
 
 
 def test_reward_rises_from_under_three_tenths_to_over_eight_tenths(service: Service) -> None:
@@ -60,11 +67,61 @@ def test_dialogues_with_tool_latency_finish_with_all_their_turns(service: Servic
     )
     assert service.wait(job_id, "succeeded", "failed").state == "succeeded"
     with transaction() as session:
-        kinds = session.execute(
-            select(Turn.episode_id, func.array_agg(Turn.kind).label("kinds"))
+        turns: dict[int, list[Turn]] = {}
+        for turn in session.scalars(
+            select(Turn)
             .join(Round, Round.id == Turn.round_id)
             .where(Round.job_id == job_id)
-            .group_by(Turn.episode_id)
+            .order_by(Turn.episode_id, Turn.index)
+        ):
+            turns.setdefault(turn.episode_id, []).append(turn)
+    assert len(turns) == 16
+    for said in turns.values():
+        assert [t.kind for t in said] == ["policy", "environment", "policy", "environment", "policy"]
+        assert_only_the_template_writes_control_tokens(said)
+
+
+def assert_only_the_template_writes_control_tokens(turns: list[Turn]) -> None:
+    """The tool's text says `<|im_end|>` each time; in the ids there are the template's own control tokens, no more."""
+    policy = [t for t in turns if t.kind == "policy"]
+    for before, turn in zip(policy, policy[1:], strict=False):
+        context = unpack_ids(turn.context_ids or b"")
+        closed = unpack_ids(before.sampled_ids or b"")[-1] == IM_END
+        assert context.count(IM_START) == 2  # the tool's message, the policy's next turn
+        assert context.count(IM_END) == (1 if closed else 2)
+
+
+def test_what_is_trained_on_is_what_was_sampled_and_nothing_else_carries_loss(service: Service) -> None:
+    """The trajectories of a finished round against its turns, before the update."""
+    job_id = service.submit(
+        service.tenant("acme"),
+        environment={"type": "toy_dialogue", "max_turns": 2},
+        sampling={"max_tokens": 6, "temperature": 0.7},
+        hyperparameters={"n_steps": 1},
+    )
+    service.wait(job_id, "succeeded")
+    with transaction() as session:
+        round_ = session.scalars(select(Round).where(Round.job_id == job_id)).one()
+        claim = SimpleNamespace(
+            round_id=round_.id, policy_version=round_.policy_version, weights_digest=round_.weights_digest
+        )
+        groups = buffer.trajectories(session, claim)  # type: ignore[arg-type]
+        rows = session.execute(
+            select(Group.index.label("group"), Episode.index.label("place"), Turn)
+            .join(Episode, Episode.group_id == Group.id)
+            .join(Turn, Turn.episode_id == Episode.id)
+            .where(Group.round_id == round_.id, Turn.kind == "policy")
+            .order_by(Group.index, Episode.index, Turn.index)
         ).all()
-    assert len(kinds) == 16
-    assert {tuple(sorted(row.kinds)) for row in kinds} == {("environment",) * 2 + ("policy",) * 3}
+    sampled: dict[tuple[int, int], list[int]] = {}
+    logprobs: dict[tuple[int, int], list[float]] = {}
+    for row in rows:
+        sampled.setdefault((row.group, row.place), []).extend(unpack_ids(row.Turn.sampled_ids))
+        logprobs.setdefault((row.group, row.place), []).extend(unpack_logprobs(row.Turn.logprobs))
+    trained = [t for group in groups for t in group]
+    assert [(t.group, t.index) for t in trained] == sorted(sampled)
+    for t in trained:
+        place = (t.group, t.index)
+        assert [i for i, m in zip(t.token_ids, t.loss_mask, strict=True) if m] == sampled[place]
+        assert [p for p, m in zip(t.logprobs, t.loss_mask, strict=True) if m] == logprobs[place]
+        assert len(t.token_ids) > len(sampled[place])

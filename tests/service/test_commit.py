@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 from sqlalchemy import select, text
+from sqlalchemy.exc import IntegrityError
 
 from app import broker, db
 from app.db import transaction
@@ -267,11 +268,10 @@ def test_a_commit_under_pause_goes_in_and_opens_nothing(claim: TrainingClaim) ->
     assert by_hand.live_round(job.id).id == claim.round_id
 
 
-def test_an_interrupted_commit_of_another_job_changes_nothing_here(claim: TrainingClaim, tenant: Tenant) -> None:
+def test_a_commit_with_another_jobs_round_is_refused(claim: TrainingClaim, tenant: Tenant) -> None:
     other = by_hand.start_job(tenant)
-    forged = replace(claim, job_id=other)
-    with pytest.raises((LostClaim, MixedVersions)):
-        by_hand.commit_claim(forged)
+    with pytest.raises(IntegrityError, match="fk_round"):
+        by_hand.commit_claim(replace(claim, job_id=other))
     assert by_hand.job(other).version == 0
 
 

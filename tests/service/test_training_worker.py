@@ -45,7 +45,9 @@ def new_worker(cache: Path) -> TrainingWorker:
         tiny_model_folder(folder)
     with transaction() as session:
         model = base_models.served_model(session, by_hand.MODEL)
-    made = TrainingWorker(Runtime(WorkerKind.TRAINING, by_hand.TRAINING.name, boot=by_hand.TRAINING.boot, base_model=model))
+    made = TrainingWorker(
+        Runtime(WorkerKind.TRAINING, by_hand.TRAINING.name, boot=by_hand.TRAINING.boot, base_model=model)
+    )
     made.cache = ObjectCache(cache)
     return made
 
@@ -266,5 +268,3 @@ def versions_and_steps(job_id: uuid.UUID) -> list[tuple[int, int]]:
             .order_by(PolicyVersion.version)
         )
         return [tuple(row) for row in rows]  # type: ignore[misc]
-
-

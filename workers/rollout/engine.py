@@ -59,7 +59,7 @@ class Engine(Protocol):
     def generate(
         self, request: GenerationRequest, on_token: Callable[[int, float], None] | None = None
     ) -> Future[GenerationResult]:
-        """Queues a request. The future raises AdapterInvalid, ObjectMissing or InvalidRequest (does not fit: says the numbers)."""
+        """Queues a request. The future raises AdapterInvalid, ObjectMissing or InvalidRequest (what does not fit)."""
         ...
 
     def abort(self, request_id: str) -> None:

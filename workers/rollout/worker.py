@@ -1,4 +1,4 @@
-"""The rollout stage: claims episodes, renders or extends their ids, generates them in the shared engine, records turns."""
+"""The rollout stage: claims episodes, renders or extends their ids, generates in the shared engine, records turns."""
 
 from __future__ import annotations
 

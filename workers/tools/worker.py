@@ -202,7 +202,7 @@ class ToolsWorker:
     # --- validation
 
     def validate(self, job_id: uuid.UUID) -> None:
-        """Checks a new job's environment and its first prompts against the base model; then it may start, or it fails."""
+        """Checks a new job's environment and first prompts against the base model: then it may start, or it fails."""
         with transaction() as session:
             job = jobs.begin(session, job_id, JobState.VALIDATING)
             if job is None:

@@ -1,0 +1,1 @@
+"""Benchmarks: `python -m bench [round|jobs|overhead]` prints tables and writes JSON under bench/results."""

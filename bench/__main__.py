@@ -1,0 +1,35 @@
+"""`python -m bench [round] [jobs] [overhead]`: all of them where none is named."""
+
+from __future__ import annotations
+
+import argparse
+
+from bench import mixed, overhead, rounds
+from bench.report import console
+from bench.service import running_stack
+
+BENCHMARKS = ("round", "jobs", "overhead")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=", ".join(BENCHMARKS))
+    parser.add_argument("--turns", type=int, default=5, help="round: how often the two sides alternate")
+    parser.add_argument("--steps", type=int, default=4, help="jobs: training steps a job")
+    parser.add_argument("--rounds", type=int, default=10, help="overhead: rounds that are measured")
+    options = parser.parse_args()
+    if unknown := set(options.benchmarks) - set(BENCHMARKS):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    wanted = options.benchmarks or BENCHMARKS
+    with running_stack() as state_dir:
+        console.print(f"[dim]the servers' and workers' logs are in {state_dir} while this runs[/]")
+        if "round" in wanted:
+            rounds.main(state_dir, options.turns)
+        if "jobs" in wanted:
+            mixed.main(state_dir, options.steps)
+        if "overhead" in wanted:
+            overhead.main(state_dir, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
