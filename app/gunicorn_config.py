@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from app.log import configure_logging
 from app.settings import get_settings
 
 _settings = get_settings()
@@ -22,3 +23,8 @@ logconfig_dict: dict[str, Any] = {
     "formatters": {"generic": {"()": "app.log.formatter", "process": "web"}},
     "loggers": {"gunicorn.error": {"level": "INFO", "handlers": [], "propagate": True}},
 }
+
+
+def on_starting(_server: object) -> None:
+    """Before the workers are forked, who inherit it."""
+    configure_logging("web")

@@ -96,4 +96,4 @@ def get_settings() -> Settings:
     if {"MARLAAS_DATABASE_URL", "DATABASE_URL"} & os.environ.keys():
         return Settings()
     state_dir = Path(os.environ.get("MARLAAS_STATE_DIR", DEFAULT_STATE_DIR))
-    return Settings(_env_file=state_dir / ENVIRONMENT_FILE)  # type: ignore[call-arg]  # pydantic-settings' own argument
+    return Settings(_env_file=state_dir / ENVIRONMENT_FILE)

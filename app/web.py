@@ -12,7 +12,6 @@ from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
 from app import db, storage
-from app.log import configure_logging
 from app.settings import get_settings
 
 log = structlog.get_logger(__name__)
@@ -21,7 +20,6 @@ PROBE_SECONDS = 3.0
 
 
 def create_app() -> Flask:
-    configure_logging("web")
     app = Flask(__name__)
 
     @app.get("/healthz")

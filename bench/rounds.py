@@ -125,7 +125,7 @@ def main(state_dir: Path, turns: int) -> None:
 
 def report(rows: list[dict[str, Any]]) -> None:
     shown = table(
-        f"One job: {PROMPTS} prompts x {GROUP_SIZE} episodes x {TOKENS} forced tokens, LoRA rank {RANK}, all linear layers",
+        f"One job: {PROMPTS} prompts x {GROUP_SIZE} episodes x {TOKENS} forced tokens, LoRA rank {RANK}",
         "seconds: median (least to most, n)",
         *(f"{row['shots']} solved examples in the prompt" for row in rows),
     )

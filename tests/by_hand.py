@@ -292,8 +292,11 @@ def execute(statement: str, **parameters: Any) -> int:
 
 
 def expire_leases(table: str = "episodes") -> int:
-    """All leases ran out a second ago."""
-    return execute(f"UPDATE {table} SET lease_until = now() - interval '1 s' WHERE lease_until IS NOT NULL")
+    """All leases ran out a second ago, but for those that somebody is just renewing or giving up."""
+    return execute(
+        f"WITH held AS (SELECT id FROM {table} WHERE lease_until IS NOT NULL ORDER BY id FOR UPDATE SKIP LOCKED)"
+        f" UPDATE {table} t SET lease_until = now() - interval '1 s' FROM held WHERE t.id = held.id"
+    )
 
 
 def make_bells_old() -> None:

@@ -7,20 +7,24 @@ stop it; the stage's own parts (engine, trainer, environments) are made at the f
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import structlog
-from celery.signals import celeryd_init, setup_logging, worker_ready, worker_shutdown
+from celery.signals import celeryd_init, setup_logging, worker_init, worker_ready, worker_shutdown
 from sqlalchemy.exc import SQLAlchemyError
 
+from app import migrate
 from app.broker import celery
 from app.db import transaction
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, MarlaasError
 from app.log import configure_logging
 from app.manager import base_models, workers
 from app.manager.doorbells import ring_admission
@@ -35,6 +39,7 @@ log = structlog.get_logger(__name__)
 # Celery threads of each stage: a thread waits for its batch, so there are about as many as episodes or calls at once.
 THREADS = {WorkerKind.ROLLOUT: 32, WorkerKind.TOOLS: 32, WorkerKind.TRAINING: 1, WorkerKind.MANAGER: 4}
 
+EXIT_REFUSED = 78  # as EX_CONFIG: starting again would not help
 EXIT_STUCK = 75  # as EX_TEMPFAIL: a supervisor starts the worker again
 
 
@@ -135,20 +140,37 @@ def kind_of(queues: Sequence[str]) -> WorkerKind:
     return WorkerKind(kinds.pop())
 
 
-@celeryd_init.connect
-def on_init(sender: str, instance: Any, conf: Any, options: dict[str, Any], **_: Any) -> None:
+def ends_on_error(handler: Callable[..., None]) -> Callable[..., None]:
+    """Celery logs what a signal's handler raises and goes on; a worker that cannot serve must end instead."""
+
+    @wraps(handler)
+    def wrapped(**kwargs: Any) -> None:
+        try:
+            handler(**kwargs)
+        except Exception as error:
+            print(f"this worker cannot start: {error}", file=sys.stderr, flush=True)
+            if not isinstance(error, MarlaasError):
+                traceback.print_exc()
+            raise SystemExit(EXIT_REFUSED) from error
+
+    return wrapped
+
+
+@celeryd_init.connect(weak=False)
+@ends_on_error
+def on_init(sender: str, conf: Any, options: dict[str, Any], **_: Any) -> None:
     """Before the worker is built: its stage, how many threads, which cores."""
     global _runtime
     queues = options.get("queues") or []
     if isinstance(queues, str):
         queues = queues.split(",")
-    queues = tuple(queues) or (WorkerKind.MANAGER.value,)
-    kind = kind_of(queues)
+    kind = kind_of(list(queues))
     settings = get_settings()
     conf.worker_concurrency = THREADS[kind]
     if settings.cpu_affinity:
         os.sched_setaffinity(0, {int(core) for core in settings.cpu_affinity.split(",")})
-    _runtime = Runtime(kind, sender, queues)
+    migrate.check_schema()
+    _runtime = Runtime(kind, name=sender)
     if kind in (WorkerKind.ROLLOUT, WorkerKind.TRAINING):
         with transaction() as session:
             model = base_models.served_model(session, settings.base_model)
@@ -161,21 +183,29 @@ def on_init(sender: str, instance: Any, conf: Any, options: dict[str, Any], **_:
         _runtime.base_model = model
 
 
-@worker_ready.connect
-def on_ready(**_: Any) -> None:
-    this = runtime()
-    if this.kind == WorkerKind.ROLLOUT:
+@worker_init.connect(weak=False)
+@ends_on_error
+def on_build(**_: Any) -> None:
+    """Makes the stage before the first message is taken, so that none waits in a worker that is not ready."""
+    kind = runtime().kind
+    if kind == WorkerKind.ROLLOUT:
         from workers.rollout.worker import rollout_worker
 
         rollout_worker()
-    elif this.kind == WorkerKind.TRAINING:
+    elif kind == WorkerKind.TRAINING:
         from workers.training.worker import training_worker
 
         training_worker()
-    elif this.kind == WorkerKind.TOOLS:
+    elif kind == WorkerKind.TOOLS:
         from workers.tools.worker import tools_worker
 
         tools_worker().warm()
+
+
+@worker_ready.connect(weak=False)
+@ends_on_error
+def on_ready(**_: Any) -> None:
+    this = runtime()
     this.start()
     log.info("worker_ready", worker=this.name, kind=this.kind)
 

@@ -60,16 +60,12 @@ def _digest(stream: BinaryIO) -> tuple[str, int]:
 
 def list_files(session: Session, tenant: Tenant) -> Sequence[tuple[File, StoredObject]]:
     """The tenant's files that are not deleted, newest first, with their objects."""
-    return (
-        session.execute(
-            select(File, StoredObject)
-            .join(StoredObject, StoredObject.id == File.object_id)
-            .where(File.tenant_id == tenant.id, File.deleted_at.is_(None))
-            .order_by(File.created_at.desc(), File.id)
-        )
-        .tuples()
-        .all()
-    )
+    return session.execute(
+        select(File, StoredObject)
+        .join(StoredObject, StoredObject.id == File.object_id)
+        .where(File.tenant_id == tenant.id, File.deleted_at.is_(None))
+        .order_by(File.created_at.desc(), File.id)
+    ).all()
 
 
 def find_file(session: Session, tenant: Tenant, text: str) -> File:

@@ -200,7 +200,7 @@ def _ready_places(session: Session) -> dict[uuid.UUID, int]:
         .where(Round.state == RoundState.READY, Job.wanted == Wanted.RUN)
         .order_by(Round.ready_at, Round.id)
     )
-    return _places(rows.tuples().all())
+    return _places(rows.all())
 
 
 def _queue_places(session: Session) -> dict[uuid.UUID, int]:
@@ -209,7 +209,7 @@ def _queue_places(session: Session) -> dict[uuid.UUID, int]:
         .where(Job.state == JobState.QUEUED, Job.wanted == Wanted.RUN)
         .order_by(Job.created_at, Job.id)
     )
-    return _places(rows.tuples().all())
+    return _places(rows.all())
 
 
 def _places(in_order: Sequence[tuple[uuid.UUID, Any]]) -> dict[uuid.UUID, int]:

@@ -15,6 +15,7 @@ from app.db import transaction
 from app.errors import Conflict, InfrastructureFault, InvalidRequest, NotFound
 from app.manager import files
 from app.models import File, StoredObject, Tenant
+from app.settings import Settings
 from tests import by_hand
 
 
@@ -78,11 +79,10 @@ def test_a_broken_file_is_refused_by_line_and_leaves_nothing(tenant: Tenant, lin
     assert objects_of(tenant) == []
 
 
-def test_an_upload_that_fails_never_appears(tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object) -> None:
-        raise InfrastructureFault("storage does not answer")
-
-    monkeypatch.setattr(storage, "put_stream", unreachable)
+def test_an_upload_that_fails_never_appears(
+    tenant: Tenant, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "s3_bucket", "no-such-bucket")
     with pytest.raises(InfrastructureFault):
         upload(tenant, line())
     assert listed(tenant) == []

@@ -89,7 +89,7 @@ def test_all_wrong_fields_are_told_at_once() -> None:
     [
         ("calc", {}, "environment.type", "known: calculator, dataset, reasoning_gym"),
         ("calculator", {"terms": 1}, "environment.params.terms", "must be at least 2"),
-        ("calculator", {"operands": 3}, "environment.params.operands", "did you mean 'operators'?"),
+        ("calculator", {"operator": 3}, "environment.params.operator", "did you mean 'operators'?"),
         ("calculator", {"latency_seconds": [0, 20]}, "environment.params.latency_seconds", "call_timeout_seconds"),
         ("reasoning_gym", {}, "environment.params.task", "is required"),
         ("reasoning_gym", {"task": "chainsum"}, "environment.params.task", "it has chain_sum"),

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import structlog
@@ -24,6 +23,7 @@ from app.settings import get_settings
 from workers.cache import ObjectCache
 from workers.faults import settle_fault
 from workers.gate import Gate
+from workers.once import once
 from workers.retry import retried
 from workers.rollout.adapters import AdapterStore
 from workers.rollout.chat import Chat
@@ -271,7 +271,7 @@ def _priority(claim: Claim) -> int:
     return (0 if claim.turn else 1) + (2 if claim.round.kind == RoundKind.EVAL else 0)
 
 
-@lru_cache
+@once
 def rollout_worker() -> RolloutWorker:
     """This process's rollout stage, made at its first use."""
     return RolloutWorker(runtime())

@@ -24,6 +24,7 @@ from app.models.round import EpisodeState, TurnKind
 from app.settings import get_settings
 from app.specs.job import EnvironmentSpec, JobSpec
 from workers.faults import settle_fault
+from workers.once import once
 from workers.retry import retried
 from workers.rollout.chat import Chat
 from workers.runtime import Runtime, runtime
@@ -241,7 +242,7 @@ def _chat(folder: Path) -> Chat:
     return Chat.load(folder)
 
 
-@lru_cache
+@once
 def tools_worker() -> ToolsWorker:
     """This process's tools stage, made at its first use."""
     return ToolsWorker(runtime())

@@ -7,7 +7,6 @@ import tempfile
 import threading
 import time
 import uuid
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from workers.lora import (
     weights_digest,
     write_adapter,
 )
+from workers.once import once
 from workers.retry import retried
 from workers.runtime import Runtime, Watchdog, runtime
 from workers.training.grpo import Trajectory
@@ -267,7 +267,7 @@ def _trajectory(stored: StoredTrajectory) -> Trajectory:
     )
 
 
-@lru_cache
+@once
 def training_worker() -> TrainingWorker:
     """This process's training stage, made at its first use."""
     return TrainingWorker(runtime())
