@@ -74,9 +74,21 @@ class Hanging(Digits):
             signal.pause()
 
 
+class SometimesHanging(Digits):
+    """Hangs on what the policy says now and then: a scorer that some text drives mad."""
+
+    blocking: ClassVar[Literal["io", "cpu"]] = "cpu"
+
+    def step(self, state: JSON, action: Action, turns_left: int) -> Outcome:
+        while action.text[:1] in set("abcd"):
+            signal.pause()
+        return super().step(state, action, turns_left)
+
+
 def register(registry: Registry) -> None:
     registry.register("toy_digits", Digits)
     registry.register("toy_dialogue", Dialogue)
     registry.register("toy_constant", Constant)
     registry.register("toy_raising", Raising)
     registry.register("toy_hanging", Hanging)
+    registry.register("toy_sometimes_hanging", SometimesHanging)

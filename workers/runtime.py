@@ -18,7 +18,7 @@ from functools import wraps
 from typing import Any
 
 import structlog
-from celery.signals import celeryd_init, setup_logging, worker_init, worker_ready, worker_shutdown
+from celery.signals import celeryd_init, setup_logging, worker_init, worker_ready, worker_shutdown, worker_shutting_down
 from sqlalchemy.exc import SQLAlchemyError
 
 from app import migrate
@@ -54,6 +54,7 @@ class Runtime:
     base_model: BaseModel | None = None
     spans: SpanRecorder = field(default_factory=SpanRecorder)
     draining: bool = False
+    leaving: bool = False  # asked to end: it finishes what it holds and is given no more
     slots: int = 0
     adapter_slots: int = 0
     load: Callable[[], dict[str, Any]] = dict
@@ -69,7 +70,7 @@ class Runtime:
             boot=self.boot,
             kind=self.kind,
             base_model=self.base_model.name if self.base_model else None,
-            slots=0 if self._stop.is_set() else self.slots,
+            slots=0 if self.leaving else self.slots,
             adapter_slots=self.adapter_slots,
             load=self.load(),
         )
@@ -111,6 +112,7 @@ class Runtime:
                 log.warning("heartbeat_failed", error=str(error).splitlines()[0])
 
     def stop(self) -> None:
+        self.leaving = True
         self._stop.set()
         try:
             with transaction() as session:
@@ -208,6 +210,12 @@ def on_ready(**_: Any) -> None:
     this = runtime()
     this.start()
     log.info("worker_ready", worker=this.name, kind=this.kind)
+
+
+@worker_shutting_down.connect
+def on_shutting_down(**_: Any) -> None:
+    if _runtime is not None:
+        _runtime.leaving = True
 
 
 @worker_shutdown.connect

@@ -188,6 +188,25 @@ def test_one_tenants_faults_fail_its_own_jobs_by_name(service: Service) -> None:
     assert_whole(neighbour, steps=40, episodes=8, turns=1)
 
 
+def test_text_that_makes_a_working_environment_hang_is_worth_nothing_and_trains(service: Service) -> None:
+    job_id = service.submit(
+        service.tenant("acme"),
+        environment={"type": "toy_sometimes_hanging", "call_timeout_seconds": 0.5},
+        hyperparameters={"n_steps": 1, "prompts_per_round": 4, "group_size": 8},
+        seed=4,
+    )
+    assert service.wait(job_id, "succeeded", "failed").state == "succeeded"
+    with transaction() as session:
+        flagged = session.scalars(
+            select(Episode)
+            .join(Round, Round.id == Episode.round_id)
+            .where(Round.job_id == job_id, Episode.flags.is_not(None))
+        ).all()
+    assert {(e.state, e.reward, tuple(e.flags or ())) for e in flagged} == {
+        ("finished", 0.0, ("environment_timeout",))
+    }
+
+
 def paused_at(service: Service, job_id: uuid.UUID) -> int:
     """Pauses a job between rounds; returns its version."""
     from app.manager import jobs

@@ -37,7 +37,7 @@ log = structlog.get_logger(__name__)
 GATHER_SECONDS = 0.02
 CALLS_AT_ONCE = 64
 
-# Environment faults of one job, seen by this process, that fail it whatever episodes they were of.
+# Faults of one job's environment in a row, seen by this process, that fail it whatever episodes they were of.
 STRIKES = 3
 
 
@@ -114,7 +114,7 @@ class ToolsWorker:
                 )
 
         for episode_id, error in self._run(list(by_id), work, record):
-            self._settle([by_id[episode_id]], error)
+            self._settle_step(by_id[episode_id], turns[episode_id], error)
         self._span(claims, started)
 
     def _answer(self, claim: Claim, prompt: GroupPrompt, turns: list[Turn]) -> Answer:
@@ -150,7 +150,9 @@ class ToolsWorker:
         spec = self._environment(round_.tenant_id, round_.spec)
         deadline = min(spec.call_timeout_seconds, get_settings().tool_deadline_seconds)
         self.calls += 1
-        return self.runner.call(str(round_.job_id), spec, round_.spec.seed, method, args, deadline)
+        answer = self.runner.call(str(round_.job_id), spec, round_.spec.seed, method, args, deadline)
+        self.strikes.pop(round_.job_id, None)
+        return answer
 
     def _environment(self, tenant_id: uuid.UUID, spec: JobSpec) -> EnvironmentSpec:
         return with_items(tenant_id, spec.environment)
@@ -186,14 +188,35 @@ class ToolsWorker:
         return faults
 
     def _settle(self, claims: list[Claim], error: Exception) -> None:
-        """An environment that raised or hung is asked once more, a few times a job; then it is the job's fault."""
-        again = False
-        if isinstance(error, (EnvironmentFault, EnvironmentTimeout)):
-            job_id = claims[0].round.job_id
-            self.strikes[job_id] += 1
-            again = self.strikes[job_id] < STRIKES
+        """An environment that raised or hung is asked once more; then it, or several of its like in a row, is the
+        job's fault."""
+        again = isinstance(error, (EnvironmentFault, EnvironmentTimeout)) and not self._struck_out(claims[0])
         for claim in claims:
             settle_fault(claim, error, second_chance=again)
+
+    def _struck_out(self, claim: Claim) -> bool:
+        """Counts a fault of the job's environment; True when there were several without a success in between."""
+        self.strikes[claim.round.job_id] += 1
+        return self.strikes[claim.round.job_id] >= STRIKES
+
+    def _settle_step(self, claim: Claim, turns: list[Turn], error: Exception) -> None:
+        """As `_settle`, but a turn that makes a working environment hang, again when asked again, is the policy's
+        doing: it is worth nothing, and trains."""
+        if not isinstance(error, EnvironmentTimeout) or claim.retries == 0 or self._struck_out(claim):
+            self._settle([claim], error)
+            return
+        nothing = Answer(
+            claim=claim,
+            state={},
+            observation=[],
+            reward=0.0,
+            passed=False,
+            flags=(error.code,),
+            truncated=turns[-1].finish_reason == "length",
+            seconds=0.0,
+        )
+        with transaction() as session:
+            episodes.record_answers(session, [nothing])
 
     def _span(self, claims: Sequence[Claim], started: float) -> None:
         ended = time.time()
