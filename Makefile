@@ -3,6 +3,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PIP_OPTIONS := --quiet --disable-pip-version-check --use-pep517
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' && \
 	echo $$python && break; done)
@@ -20,7 +21,7 @@ help:
 install: $(INSTALLED)
 
 # Written last, so that an installation that was interrupted runs again.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt vendor/pycosat/pycosat.py
 	@if [ -z "$(PYTHON)" ]; then echo "Python 3.11 or newer is needed; here is: $$(python3 --version 2>&1)" >&2; exit 1; fi
 	@if [ ! -x $(BIN)/pip ]; then \
 		rm -rf $(VENV); \
@@ -28,8 +29,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 			echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; \
 	fi
 	@echo "installing into $(VENV): some minutes, once"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[embedded,test,dev,bench]'
+	$(BIN)/python -m pip install $(PIP_OPTIONS) ./vendor/pycosat
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --editable '.[embedded,test,dev,bench]'
 	@touch $@
 
 demo: $(INSTALLED)

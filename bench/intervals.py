@@ -38,3 +38,16 @@ def overlap(a: Iterable[Interval], b: Iterable[Interval]) -> float:
     """Time in which there is one of `a` and one of `b`."""
     others = merge(b)
     return sum(total(clip(others, interval)) for interval in merge(a))
+
+
+def without(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
+    """Time in which there is one of `a` and none of `b`, as disjoint intervals."""
+    rest = merge(a)
+    for low, high in b:
+        rest = [
+            part
+            for start, end in rest
+            for part in ((start, min(end, low)), (max(start, high), end))
+            if part[0] < part[1]
+        ]
+    return rest

@@ -18,7 +18,7 @@ from sqlalchemy import select
 
 from app.db import transaction
 from app.models import Round
-from bench.intervals import Interval, clip, covered, merge, overlap, total
+from bench.intervals import Interval, clip, covered, merge, overlap, total, without
 from bench.report import Spread, console, save, table, verdict
 from bench.rounds import GROUP_SIZE, PROMPTS, TOKENS, run_rounds, setup, warm_service
 from bench.service import STAGES
@@ -72,7 +72,8 @@ def account(round_: Round, intervals: Mapping[str, Sequence[Interval]]) -> dict[
     )
     window = (created, finished)
     mine = {kind: clip(found, window) for kind, found in intervals.items()}
-    busy = merge(interval for kind in (*WORK, "files") for interval in mine[kind])
+    work = [interval for kind in WORK for interval in mine[kind]]
+    busy = merge([*work, *without(mine["files"], mine["transaction"])])  # files are announced in the database
 
     def alone(start: float, end: float) -> float:
         return end - start - overlap([(start, end)], busy)

@@ -202,9 +202,7 @@ def test_text_that_makes_a_working_environment_hang_is_worth_nothing_and_trains(
             .join(Round, Round.id == Episode.round_id)
             .where(Round.job_id == job_id, Episode.flags.is_not(None))
         ).all()
-    assert {(e.state, e.reward, tuple(e.flags or ())) for e in flagged} == {
-        ("finished", 0.0, ("environment_timeout",))
-    }
+    assert {(e.state, e.reward, tuple(e.flags or ())) for e in flagged} == {("finished", 0.0, ("environment_timeout",))}
 
 
 def paused_at(service: Service, job_id: uuid.UUID) -> int:

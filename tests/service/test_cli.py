@@ -15,7 +15,7 @@ from app import db
 from app.cli import app
 from app.db import transaction
 from app.manager import jobs, tenants
-from app.models import ApiKey, Job, Tenant
+from app.models import ApiKey, Tenant
 from app.settings import get_settings
 from tests import by_hand, stored
 from tests.service.conftest import Bells
@@ -122,7 +122,7 @@ def test_a_submit_key_makes_one_job(tenant: Tenant, document: Path) -> None:
         ("base_model=gpt", "base_model: unknown 'gpt'; known: tiny"),
         ("lora.rank=128", "lora.rank: 128 is over the engines' maximum of 64"),
         ("hyperparameters.group_size=1", "hyperparameters.group_size: must be at least 2"),
-        ("sampling.max_tokens=512", "sampling.max_tokens: 1 turns of 512 tokens"),
+        ("sampling.max_tokens=512", "leaves no room for a prompt in 512 tokens"),
         ("hyperparameters.prompts_per_round=4096", "hyperparameters.prompts_per_round: 4096 prompts of 2 episodes"),
         ("environment={type: calculator}", "environment.max_turns: calculator takes at least 2"),
         ("environment={type: reasoning_gym, params: {task: sums}}", "environment.params.task"),

@@ -82,7 +82,7 @@ def test_a_broken_file_is_refused_by_line_and_leaves_nothing(tenant: Tenant, lin
 def test_an_upload_that_fails_never_appears(
     tenant: Tenant, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "s3_bucket", "no-such-bucket")
+    monkeypatch.setattr(settings, "s3_bucket", "not a bucket")
     with pytest.raises(InfrastructureFault):
         upload(tenant, line())
     assert listed(tenant) == []

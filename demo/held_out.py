@@ -1,0 +1,149 @@
+"""Pass rates on held-out prompts, with plain transformers and PEFT: none of the service's own engine has a part in it.
+
+Run as a process of its own, before the workers start and after they stopped: one line of JSON a job on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from app.specs.job import JobSpec
+from workers.rollout.chat import Chat
+from workers.tools.environment import JSON, Action, Environment
+from workers.tools.registry import build_registry
+
+PROMPTS = 64
+BATCH = 32
+CALLS_AT_ONCE = 32  # environments may take their time to answer
+
+
+@dataclass
+class Episode:
+    context: list[int]
+    state: JSON
+    answer: str = ""
+    passed: bool = False
+    done: bool = False
+
+
+@dataclass
+class Generator:
+    """A model, and how a job samples from it."""
+
+    model: Any
+    spec: JobSpec
+    stop_ids: Sequence[int]
+    _pad: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._pad = self.stop_ids[0]
+
+    def __call__(self, contexts: Sequence[list[int]]) -> Iterator[list[int]]:
+        """Sampled ids of each context, the stop id included where there is one."""
+        for start in range(0, len(contexts), BATCH):
+            yield from self._batch(contexts[start : start + BATCH])
+
+    def _batch(self, contexts: Sequence[list[int]]) -> Iterator[list[int]]:
+        width = max(map(len, contexts))
+        ids = torch.tensor([[self._pad] * (width - len(context)) + context for context in contexts])
+        mask = torch.tensor([[0] * (width - len(context)) + [1] * len(context) for context in contexts])
+        with torch.inference_mode():
+            output = self.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=self.spec.sampling.temperature,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=self.spec.sampling.max_tokens,
+                eos_token_id=list(self.stop_ids),
+                pad_token_id=self._pad,
+            )
+        for row in output[:, width:].tolist():
+            end = next((i + 1 for i, id in enumerate(row) if id in self.stop_ids), len(row))
+            yield row[:end]
+
+
+def play(spec: JobSpec, chat: Chat, environment: Environment, generator: Generator, samples: int) -> list[Episode]:
+    """`samples` episodes of each held-out prompt, played to their end."""
+    prompts = [environment.reset(index, "eval") for index in range(PROMPTS)]
+    episodes = [
+        Episode(chat.render_prompt(prompt.messages, prompt.tools), prompt.state)
+        for prompt in prompts
+        for _ in range(samples)
+    ]
+    with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
+        for turns_left in reversed(range(spec.environment.max_turns)):
+            live = [episode for episode in episodes if not episode.done]
+            sampled = list(generator([episode.context for episode in live]))
+
+            def step(episode: Episode, ids: list[int], turns_left: int = turns_left) -> None:
+                episode.answer = chat.decode(ids)
+                outcome = environment.step(
+                    episode.state, Action(episode.answer, truncated=ids[-1] not in chat.stop_ids), turns_left
+                )
+                episode.state, episode.done = outcome.state, outcome.done
+                if outcome.done:
+                    reward = outcome.reward or 0.0
+                    episode.passed = reward >= 1 if outcome.passed is None else outcome.passed
+                else:
+                    episode.context += ids + chat.extend(ids, outcome.observation)
+
+            list(pool.map(step, live, sampled))
+    return episodes
+
+
+def evaluate(spec: JobSpec, model_folder: Path, adapter: Path | None, samples: int) -> dict[str, Any]:
+    """The pass rate, and how often the most frequent answer was given: a policy that always says the same shows."""
+    started = time.monotonic()
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    model.eval()
+    torch.manual_seed(spec.seed)
+    chat = Chat.load(model_folder)
+    environment = build_registry().create(spec.environment.type, spec.environment.params, spec.seed)
+    episodes = play(spec, chat, environment, Generator(model, spec, chat.stop_ids), samples)
+    (most_frequent, count), *_ = Counter(episode.answer.strip() for episode in episodes).most_common(1)
+    return {
+        "job": spec.name,
+        "prompts": PROMPTS,
+        "episodes": len(episodes),
+        "pass_rate": sum(episode.passed for episode in episodes) / len(episodes),
+        "most_frequent_answer": most_frequent[:80],
+        "most_frequent_share": count / len(episodes),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--adapters", type=Path, help="a folder with a PEFT folder a job; none: the base model alone")
+    parser.add_argument("jobs", type=Path, nargs="+")
+    arguments = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    for path in arguments.jobs:
+        spec = JobSpec.model_validate(yaml.safe_load(path.read_text()))
+        adapter = arguments.adapters / spec.name if arguments.adapters else None
+        # Several turns cost as much as several samples of one turn.
+        samples = 2 if spec.environment.max_turns == 1 else 1
+        print(json.dumps(evaluate(spec, arguments.model, adapter, samples)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
