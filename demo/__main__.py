@@ -37,7 +37,7 @@ from demo.report import HeldOut, Report, make_report, show
 JOBS = Path(__file__).with_name("jobs")
 WHO_TRAINS_WHAT = (("acme", "reverse-words"), ("acme", "calculator"), ("globex", "needle"))
 OUTPUT = Path("demo-output")
-SETTINGS = {
+WORKER_SETTINGS = {
     "MARLAAS_LOG_LEVEL": "INFO",
     "MARLAAS_ENGINE_SLOTS": "32",
     "MARLAAS_ENGINE_KV_TOKENS": str(32 * 1024),
@@ -74,7 +74,7 @@ def run(state_dir: Path, output: Path, rounds: int | None) -> Report:
     output.mkdir(parents=True, exist_ok=True)
     # The model is kept where `marlaas up` finds it as well.
     os.environ.setdefault("MARLAAS_MODELS_DIR", str((DEFAULT_STATE_DIR / "models").resolve()))
-    os.environ |= SETTINGS | {"MARLAAS_STATE_DIR": str(state_dir)}
+    os.environ |= {"MARLAAS_STATE_DIR": str(state_dir), "MARLAAS_LOG_LEVEL": "WARNING"}
     get_settings.cache_clear()
     configure_logging("demo")
     specs = {name: load_spec(name, rounds) for _, name in WHO_TRAINS_WHAT}
@@ -87,7 +87,7 @@ def run(state_dir: Path, output: Path, rounds: int | None) -> Report:
         say("what the untrained model can do, on held-out prompts:")
         before = held_out(model, None, list(specs), output / "held-out-before.log")
         say("starting the workers")
-        with Fleet(output / "logs", environment) as fleet:
+        with Fleet(output / "logs", environment | WORKER_SETTINGS) as fleet:
             job_ids = [submit(tenant, specs[name]) for tenant, name in WHO_TRAINS_WHAT]
             watch(fleet, job_ids)
         folders = download(job_ids, output / "adapters")

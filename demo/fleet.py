@@ -88,9 +88,7 @@ class Fleet:
 
 
 def affinity(name: str) -> dict[str, str]:
-    """The first core for rollout, the last one for training, as two accelerators would be."""
+    """The first core for rollout, the last one for training, as two accelerators would be; the others run anywhere."""
     cores = sorted(os.sched_getaffinity(0))
-    core = (
-        {WorkerKind.ROLLOUT: cores[0], WorkerKind.TRAINING: cores[-1]}.get(WorkerKind(name)) if name != "beat" else None
-    )
-    return {} if core is None else {"MARLAAS_CPU_AFFINITY": str(core)}
+    own = {WorkerKind.ROLLOUT: cores[0], WorkerKind.TRAINING: cores[-1]}
+    return {"MARLAAS_CPU_AFFINITY": str(own[WorkerKind(name)])} if name in own else {}

@@ -6,7 +6,7 @@ import structlog
 
 from app.db import transaction
 from app.errors import InvalidRequest, JobFault
-from app.manager import episodes, jobs
+from app.manager import episodes
 from app.manager.episodes import Claim
 
 log = structlog.get_logger(__name__)
@@ -20,7 +20,7 @@ def settle_fault(claim: Claim, error: Exception, *, second_chance: bool = False)
     log.warning("episode_fault", code=code, error=message, episode=claim.episode_id, **bound)
     if own and not (second_chance and claim.retries == 0):
         with transaction() as session:
-            jobs.fail_by_id(session, claim.round.job_id, code, message)
+            episodes.fail_job(session, claim, code, message)
     else:
         with transaction() as session:
             episodes.give_back(session, [claim], code, message)

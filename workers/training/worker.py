@@ -108,17 +108,18 @@ class TrainingWorker:
         while not self.runtime.draining:
             with transaction() as session:
                 claim = buffer.claim_next(session, self.model.name, self.runtime.claimant, get_settings().lease_seconds)
-                groups = buffer.trajectories(session, claim) if claim else []
             if claim is None:
                 return
-            self.train(claim, groups)
+            self.train(claim)
 
-    def train(self, claim: TrainingClaim, groups: list[list[StoredTrajectory]]) -> None:
+    def train(self, claim: TrainingClaim) -> None:
         """One update of one round, committed once or not at all."""
         started = time.time()
         self.claim, self.claimed_at = claim, time.monotonic()
         bound = log.bind(tenant=str(claim.tenant_id), job=str(claim.job_id), round=claim.round_id)
         try:
+            with transaction() as session:
+                groups = buffer.trajectories(session, claim)
             version = self._update_and_commit(claim, groups)
             bound.info("committed", version=version, seconds=round(time.time() - started, 3))
             self.updates += 1
@@ -127,7 +128,7 @@ class TrainingWorker:
         except (JobFault, InvalidRequest) as error:
             bound.warning("job_fault", code=error.code, error=error.message)
             with transaction() as session:
-                jobs.fail_by_id(session, claim.job_id, error.code, error.message)
+                buffer.fail_job(session, claim, error.code, error.message)
         except InfrastructureFault as error:
             bound.warning("update_given_back", error=error.message)
             with transaction() as session:
