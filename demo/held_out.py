@@ -6,20 +6,22 @@ Run as a process of its own, before the workers start and after they stopped: on
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cache
 
 from app.specs.job import JobSpec
 from workers.rollout.chat import Chat
@@ -40,38 +42,43 @@ class Episode:
     done: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Generator:
     """A model, and how a job samples from it."""
 
     model: Any
     spec: JobSpec
     stop_ids: Sequence[int]
-    _pad: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._pad = self.stop_ids[0]
 
     def __call__(self, contexts: Sequence[list[int]]) -> Iterator[list[int]]:
         """Sampled ids of each context, the stop id included where there is one."""
+        # The solved examples are the same for all: their keys and values are computed once.
+        shared = commonprefix(contexts)[: min(map(len, contexts)) - 1]
+        with torch.inference_mode():
+            prefix = self.model(input_ids=torch.tensor([shared]), use_cache=True, logits_to_keep=1).past_key_values
         for start in range(0, len(contexts), BATCH):
-            yield from self._batch(contexts[start : start + BATCH])
+            yield from self._batch(shared, prefix, contexts[start : start + BATCH])
 
-    def _batch(self, contexts: Sequence[list[int]]) -> Iterator[list[int]]:
-        width = max(map(len, contexts))
-        ids = torch.tensor([[self._pad] * (width - len(context)) + context for context in contexts])
-        mask = torch.tensor([[0] * (width - len(context)) + [1] * len(context) for context in contexts])
+    def _batch(self, shared: list[int], prefix: Cache, contexts: Sequence[list[int]]) -> Iterator[list[int]]:
+        width, pad = max(map(len, contexts)), self.stop_ids[0]
+        # The padding stands between what is cached and what is a context's own; positions do not count it.
+        padding = [width - len(context) for context in contexts]
+        ids = [shared + [pad] * n + context[len(shared) :] for n, context in zip(padding, contexts, strict=True)]
+        mask = [[1] * len(shared) + [0] * n + [1] * (width - n - len(shared)) for n in padding]
+        cache = copy.deepcopy(prefix)
+        cache.batch_repeat_interleave(len(contexts))
         with torch.inference_mode():
             output = self.model.generate(
-                input_ids=ids,
-                attention_mask=mask,
+                input_ids=torch.tensor(ids),
+                attention_mask=torch.tensor(mask),
+                past_key_values=cache,
                 do_sample=True,
                 temperature=self.spec.sampling.temperature,
                 top_k=0,
                 top_p=1.0,
                 max_new_tokens=self.spec.sampling.max_tokens,
                 eos_token_id=list(self.stop_ids),
-                pad_token_id=self._pad,
+                pad_token_id=pad,
             )
         for row in output[:, width:].tolist():
             end = next((i + 1 for i, id in enumerate(row) if id in self.stop_ids), len(row))

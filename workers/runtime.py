@@ -49,7 +49,7 @@ class Runtime:
 
     kind: WorkerKind
     name: str
-    queues: tuple[str, ...]
+    queues: tuple[str, ...] = ()
     boot: uuid.UUID = field(default_factory=uuid.uuid4)
     base_model: BaseModel | None = None
     spans: SpanRecorder = field(default_factory=SpanRecorder)
