@@ -1,4 +1,4 @@
-"""The peer's side of the pipe."""
+"""The peer: TRL in a process of its own, at the other end of a pipe."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from bench.service import ROOT
 
 @dataclass(frozen=True)
 class PeerSpec:
+    """The same work as a round of ours."""
+
     model: str
     shots: int
     prompts: int
@@ -23,9 +25,6 @@ class PeerSpec:
     tokens: int
     rank: int
     threads: int
-    # What is quickest for TRL here (see bench/README or the design page): adapters in bfloat16 without autocast, ...
-    autocast: bool = False
-    accumulation: int = 1
 
 
 class Peer:
@@ -48,7 +47,7 @@ class Peer:
 @contextmanager
 def running_peer(spec: PeerSpec, log: Path) -> Iterator[Peer]:
     """TRL with its model loaded, waiting. Raises RuntimeError from `step` when it has ended."""
-    environment = {**os.environ, "OMP_NUM_THREADS": str(spec.threads), "TRL_EXPERIMENTAL_SILENCE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(spec.threads)}
     with log.open("ab") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "bench.trl_peer", json.dumps(asdict(spec))],

@@ -53,7 +53,7 @@ class Generator:
     def __call__(self, contexts: Sequence[list[int]]) -> Iterator[list[int]]:
         """Sampled ids of each context, the stop id included where there is one."""
         # The solved examples are the same for all: their keys and values are computed once.
-        shared = commonprefix(contexts)[: min(map(len, contexts)) - 1]
+        shared = list(commonprefix(contexts))[: min(map(len, contexts)) - 1]
         with torch.inference_mode():
             prefix = self.model(input_ids=torch.tensor([shared]), use_cache=True, logits_to_keep=1).past_key_values
         for start in range(0, len(contexts), BATCH):
@@ -96,6 +96,8 @@ def play(spec: JobSpec, chat: Chat, environment: Environment, generator: Generat
     with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
         for turns_left in reversed(range(spec.environment.max_turns)):
             live = [episode for episode in episodes if not episode.done]
+            if not live:
+                break
             sampled = list(generator([episode.context for episode in live]))
 
             def step(episode: Episode, ids: list[int], turns_left: int = turns_left) -> None:

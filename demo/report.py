@@ -14,7 +14,7 @@ from rich.table import Table
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app.cli.output import duration, out, plain, table
+from app.cli.output import duration, out, plain, say, table
 from app.manager.metrics import step_metrics
 from app.models import Job, PhaseSpan, Round, Tenant
 from app.models.job import JobState
@@ -117,6 +117,8 @@ def make_report(
 
 
 def show(report: Report) -> None:
+    prompts = report.jobs[0].before["prompts"]
+    say(f"pass rate on {prompts} held-out prompts, sampled at T = 1 with transformers and PEFT:")
     out.print(_pass_rates(report.jobs))
     out.print()
     out.print(_speeds(report.jobs))

@@ -202,7 +202,7 @@ class ToolsWorker:
     def _settle_step(self, claim: Claim, turns: list[Turn], error: Exception) -> None:
         """As `_settle`, but a turn that makes a working environment hang, again when asked again, is the policy's
         doing: it is worth nothing, and trains."""
-        if not isinstance(error, EnvironmentTimeout) or claim.retries == 0 or self._struck_out(claim):
+        if not isinstance(error, EnvironmentTimeout) or claim.retries == 0:
             self._settle([claim], error)
             return
         nothing = Answer(
