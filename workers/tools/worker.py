@@ -82,8 +82,7 @@ class ToolsWorker:
                 held = [claim for group_id, _ in done for claim in by_group[group_id]]
                 episodes.record_prompts(session, dict(done), held)
 
-        for group_id, error in self._run(list(by_group), work, record):
-            self._settle(by_group[group_id], error)
+        self._run(list(by_group), work, record, lambda group_id, error: self._settle(by_group[group_id], error))
         self._span(claims, started)
 
     # --- steps
@@ -113,8 +112,10 @@ class ToolsWorker:
                     episodes=[i for i, _ in done if by_id[i].round.id == round_.id],
                 )
 
-        for episode_id, error in self._run(list(by_id), work, record):
+        def settle(episode_id: int, error: Exception) -> None:
             self._settle_step(by_id[episode_id], turns[episode_id], error)
+
+        self._run(list(by_id), work, record, settle)
         self._span(claims, started)
 
     def _answer(self, claim: Claim, prompt: GroupPrompt, turns: list[Turn]) -> Answer:
@@ -166,10 +167,11 @@ class ToolsWorker:
         keys: list[int],
         work: Callable[[int], Any],
         record: Callable[[list[tuple[int, Any]]], None],
-    ) -> list[tuple[int, Exception]]:
-        """Works on all keys at once and records results as they come, near ones together; returns the faults."""
+        settle: Callable[[int, Exception], None],
+    ) -> None:
+        """Works on all keys at once; records results as they come, near ones together, and settles faults as they
+        come: several in a row are another matter than several in a batch."""
         running: dict[Future[Any], int] = {self.executor.submit(work, key): key for key in keys}
-        faults: list[tuple[int, Exception]] = []
         while running:
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             if len(done) < len(running):
@@ -180,12 +182,11 @@ class ToolsWorker:
                 key = running.pop(future)
                 error = future.exception()
                 if isinstance(error, (JobFault, InvalidRequest, InfrastructureFault)):
-                    faults.append((key, error))
+                    settle(key, error)
                 else:
                     good.append((key, future.result()))
             if good:
                 retried(lambda good=good: record(good), DBAPIError)  # type: ignore[misc]
-        return faults
 
     def _settle(self, claims: list[Claim], error: Exception) -> None:
         """An environment that raised or hung is asked once more; then it, or several of its like in a row, is the
