@@ -16,6 +16,8 @@ def main() -> None:
     parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=", ".join(BENCHMARKS))
     parser.add_argument("--turns", type=int, default=5, help="round: how often the two sides alternate")
     parser.add_argument("--steps", type=int, default=4, help="jobs: training steps a job")
+    parser.add_argument("--prompts", type=int, default=2, help="jobs: prompts a round")
+    parser.add_argument("--group", type=int, default=4, help="jobs: episodes a prompt")
     parser.add_argument("--rounds", type=int, default=10, help="overhead: rounds that are measured")
     options = parser.parse_args()
     if unknown := set(options.benchmarks) - set(BENCHMARKS):
@@ -26,7 +28,7 @@ def main() -> None:
         if "round" in wanted:
             rounds.main(state_dir, options.turns)
         if "jobs" in wanted:
-            mixed.main(state_dir, options.steps)
+            mixed.main(state_dir, mixed.Size(options.steps, options.prompts, options.group))
         if "overhead" in wanted:
             overhead.main(state_dir, options.rounds)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,25 @@ GYM = {
 }
 
 
-def documents(steps: int) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Size:
+    """How much each of the eight jobs does."""
+
+    steps: int
+    prompts: int
+    group: int
+
+
+def documents(size: Size) -> list[dict[str, Any]]:
     """The eight jobs: four of reasoning-gym, one turn each, and four that call the calculator and answer."""
     shared = {
         "lora": {"rank": 8, "alpha": 16},
-        "hyperparameters": {"n_steps": steps, "prompts_per_round": 4, "group_size": 8, "learning_rate": 1e-4},
+        "hyperparameters": {
+            "n_steps": size.steps,
+            "prompts_per_round": size.prompts,
+            "group_size": size.group,
+            "learning_rate": 1e-4,
+        },
     }
     gym = [
         {
@@ -102,11 +117,11 @@ def figures(job_ids: Sequence[uuid.UUID]) -> dict[str, Any]:
     }
 
 
-def one_after_another(steps: int) -> dict[str, Any]:
+def one_after_another(size: Size) -> dict[str, Any]:
     """The eight jobs, each from its first opening to its last commit: no time between jobs is counted."""
     owner = service.tenant()
     alone = []
-    for document in documents(steps):
+    for document in documents(size):
         job_id = service.submit(owner, document)
         service.wait_for([job_id], SIDE_SECONDS)
         alone.append(figures([job_id]) | {"name": document["name"]})
@@ -118,25 +133,31 @@ def one_after_another(steps: int) -> dict[str, Any]:
     return summed | {"training_beside_generation": 0.0, "jobs": alone}
 
 
-def all_at_once(steps: int) -> dict[str, Any]:
+def all_at_once(size: Size) -> dict[str, Any]:
     owner = service.tenant()
-    job_ids = [service.submit(owner, document) for document in documents(steps)]
+    job_ids = [service.submit(owner, document) for document in documents(size)]
     service.wait_for(job_ids, SIDE_SECONDS)
     return figures(job_ids)
 
 
-def main(state_dir: Path, steps: int) -> None:
+def main(state_dir: Path, size: Size) -> None:
     with service.running_workers(SETUP, state_dir):
-        service.wait_for([service.submit(service.tenant(), documents(1)[i]) for i in (0, 4)], SIDE_SECONDS)  # warm
-        together = all_at_once(steps)
+        once = documents(replace(size, steps=1))
+        service.wait_for([service.submit(service.tenant(), once[i]) for i in (0, 4)], SIDE_SECONDS)  # warm
+        together = all_at_once(size)
         console.print(f"[dim]all eight at once: {together['seconds']:.1f} s for {together['steps']} steps[/]")
-        alone = one_after_another(steps)
-    report(alone, together)
+        alone = one_after_another(size)
+    report(size, alone, together)
 
 
-def report(alone: dict[str, Any], together: dict[str, Any]) -> None:
+def report(size: Size, alone: dict[str, Any], together: dict[str, Any]) -> None:
     sides = (alone, together)
-    shown = table("Eight jobs, half of them with tool calls of 0.3 to 2 s", "", "one after another", "all at once")
+    shown = table(
+        f"Eight jobs of {size.prompts} × {size.group} episodes a round, half of them with tool calls of 0.3 to 2 s",
+        "",
+        "one after another",
+        "all at once",
+    )
     shown.add_row("steps", *(str(side["steps"]) for side in sides))
     shown.add_row("seconds", *(f"{side['seconds']:.1f}" for side in sides))
     rates = [3600 * side["steps"] / side["seconds"] for side in sides]
@@ -153,4 +174,7 @@ def report(alone: dict[str, Any], together: dict[str, Any]) -> None:
     ratio = rates[1] / rates[0]
     shown.add_row(f"ratio (target: at least {TARGET:g})", "", f"{ratio:.2f} {verdict(ratio >= TARGET)}")
     console.print(shown)
-    save("jobs", {"ratio": ratio, "target": TARGET, "one_after_another": alone, "all_at_once": together})
+    save(
+        "jobs",
+        {"size": asdict(size), "ratio": ratio, "target": TARGET, "one_after_another": alone, "all_at_once": together},
+    )
