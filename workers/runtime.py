@@ -19,7 +19,8 @@ from typing import Any
 
 import structlog
 from celery.signals import celeryd_init, setup_logging, worker_init, worker_ready, worker_shutdown, worker_shutting_down
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy import text
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from app import migrate
 from app.broker import celery
@@ -32,12 +33,15 @@ from app.manager.workers import Announcement
 from app.models import BaseModel
 from app.models.worker import WorkerKind
 from app.settings import get_settings
+from workers.retry import retried
 from workers.spans import SpanRecorder
 
 log = structlog.get_logger(__name__)
 
 # Celery threads of each stage: a thread waits for its batch, so there are about as many as episodes or calls at once.
 THREADS = {WorkerKind.ROLLOUT: 32, WorkerKind.TOOLS: 32, WorkerKind.TRAINING: 1, WorkerKind.MANAGER: 4}
+
+DATABASE_SECONDS = 60.0  # that a starting worker waits for the database
 
 EXIT_REFUSED = 78  # as EX_CONFIG: starting again would not help
 EXIT_STUCK = 75  # as EX_TEMPFAIL: a supervisor starts the worker again
@@ -99,9 +103,13 @@ class Runtime:
 
     def start(self) -> None:
         """Begins with a heartbeat in the database, so that work can be given, then beats until `stop`."""
-        with transaction() as session:
-            workers.heartbeat(session, self.announcement())
-            ring_admission(session)
+
+        def announce() -> None:
+            with transaction() as session:
+                workers.heartbeat(session, self.announcement())
+                ring_admission(session)
+
+        retried(announce, OperationalError)
         threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
 
     def _beat_on(self) -> None:
@@ -158,6 +166,21 @@ def ends_on_error(handler: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+def wait_for_database() -> None:
+    """A worker may start while the database does. Raises OperationalError when it does not answer in time."""
+    deadline = time.monotonic() + DATABASE_SECONDS
+    while True:
+        try:
+            with transaction() as session:
+                session.execute(text("SELECT 1"))
+                return
+        except OperationalError as error:
+            if time.monotonic() > deadline:
+                raise
+            print(f"waiting for the database: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            time.sleep(1)
+
+
 @celeryd_init.connect(weak=False)
 @ends_on_error
 def on_init(sender: str, conf: Any, options: dict[str, Any], **_: Any) -> None:
@@ -170,6 +193,7 @@ def on_init(sender: str, conf: Any, options: dict[str, Any], **_: Any) -> None:
     conf.worker_concurrency = THREADS[kind]
     if settings.cpu_affinity:
         os.sched_setaffinity(0, {int(core) for core in settings.cpu_affinity.split(",")})
+    wait_for_database()
     migrate.check_schema()
     _runtime = Runtime(kind, sender, queues)
     if kind in (WorkerKind.ROLLOUT, WorkerKind.TRAINING):

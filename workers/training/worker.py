@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,10 +213,14 @@ class TrainingWorker:
         ]
         with transaction() as session:
             ids = objects.announce(session, tenant_id, job_id, version, uploads)
-        for upload in uploads:
-            retried(lambda upload=upload: storage.put(upload.key, upload.data), InfrastructureFault)  # type: ignore[misc]
-            self.cache.put(upload.data)
+
+        def upload(one: Upload) -> None:
+            retried(lambda: storage.put(one.key, one.data), InfrastructureFault)
+            self.cache.put(one.data)
             self._tick()
+
+        with ThreadPoolExecutor(len(uploads)) as pool:  # hashing and sending leave Python's lock
+            list(pool.map(upload, uploads))
         return NewVersion(
             weights_digest=weights_digest(adapter.tensors, self.dtype),
             adapter_object_id=ids[0],
