@@ -46,7 +46,7 @@ def setup(threads: int, **include: Any) -> service.Setup:
     """One job's phases follow one another, so rollout and training may each have all cores."""
     return service.Setup(
         settings={
-            "OMP_NUM_THREADS": str(threads),
+            "OMP_NUM_THREADS": "1",  # of the threads that neither decode nor train
             "MARLAAS_ROLLOUT_THREADS": str(threads),
             "MARLAAS_TRAINING_THREADS": str(threads),
         },

@@ -85,14 +85,10 @@ class Generator:
             yield row[:end]
 
 
-def play(spec: JobSpec, chat: Chat, environment: Environment, generator: Generator, samples: int) -> list[Episode]:
-    """`samples` episodes of each held-out prompt, played to their end."""
+def play(spec: JobSpec, chat: Chat, environment: Environment, generator: Generator) -> list[Episode]:
+    """An episode of each held-out prompt, played to its end."""
     prompts = [environment.reset(index, "eval") for index in range(PROMPTS)]
-    episodes = [
-        Episode(chat.render_prompt(prompt.messages, prompt.tools), prompt.state)
-        for prompt in prompts
-        for _ in range(samples)
-    ]
+    episodes = [Episode(chat.render_prompt(prompt.messages, prompt.tools), prompt.state) for prompt in prompts]
     with ThreadPoolExecutor(CALLS_AT_ONCE) as pool:
         for turns_left in reversed(range(spec.environment.max_turns)):
             live = [episode for episode in episodes if not episode.done]
@@ -116,7 +112,7 @@ def play(spec: JobSpec, chat: Chat, environment: Environment, generator: Generat
     return episodes
 
 
-def evaluate(spec: JobSpec, model_folder: Path, adapter: Path | None, samples: int) -> dict[str, Any]:
+def evaluate(spec: JobSpec, model_folder: Path, adapter: Path | None) -> dict[str, Any]:
     """The pass rate, and how often the most frequent answer was given: a policy that always says the same shows."""
     started = time.monotonic()
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16)
@@ -126,7 +122,7 @@ def evaluate(spec: JobSpec, model_folder: Path, adapter: Path | None, samples: i
     torch.manual_seed(spec.seed)
     chat = Chat.load(model_folder)
     environment = build_registry().create(spec.environment.type, spec.environment.params, spec.seed)
-    episodes = play(spec, chat, environment, Generator(model, spec, chat.stop_ids), samples)
+    episodes = play(spec, chat, environment, Generator(model, spec, chat.stop_ids))
     (most_frequent, count), *_ = Counter(episode.answer.strip() for episode in episodes).most_common(1)
     return {
         "job": spec.name,
@@ -149,9 +145,7 @@ def main() -> None:
     for path in arguments.jobs:
         spec = JobSpec.model_validate(yaml.safe_load(path.read_text()))
         adapter = arguments.adapters / spec.name if arguments.adapters else None
-        # Several turns cost as much as several samples of one turn.
-        samples = 2 if spec.environment.max_turns == 1 else 1
-        print(json.dumps(evaluate(spec, arguments.model, adapter, samples)), flush=True)
+        print(json.dumps(evaluate(spec, arguments.model, adapter)), flush=True)
 
 
 if __name__ == "__main__":

@@ -119,8 +119,10 @@ class TorchEngine:
         max_lora_rank: int,
         threads: int,
     ) -> None:
-        """`slots`: rows decoded at once; `kv_tokens`: cache of all rows; `threads`: of torch, in the whole process."""
-        torch.set_num_threads(threads)
+        """`slots`: rows decoded at once; `kv_tokens`: cache of all rows; `threads`: of torch, in the decode thread."""
+        # A team for the decode thread alone: where two threads of a process have one, libgomp's barriers sleep.
+        torch.set_num_threads(1)
+        self._threads = threads
         self.decoder = Decoder(model_path, dtype, rows=slots)
         self.max_length = min(self.decoder.context, kv_tokens // slots)  # of one request, prompt included
         layers = len(self.decoder.layers)
@@ -227,6 +229,7 @@ class TorchEngine:
     # -- the decode thread
 
     def _run(self) -> None:
+        torch.set_num_threads(self._threads)
         with torch.inference_mode():
             while True:
                 with self._wake:

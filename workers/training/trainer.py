@@ -68,6 +68,7 @@ class Trainer:
     def __init__(self, model_path: Path, dtype: torch.dtype, *, threads: int, microbatch_tokens: int) -> None:
         self.threads = threads
         self.microbatch_tokens = microbatch_tokens
+        torch.set_num_threads(1)  # a team for the thread that updates alone: with a second one libgomp's barriers sleep
         self.model = LoraModel(model_path, dtype)
 
     def update(
