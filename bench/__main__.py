@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 
 from bench import mixed, overhead, rounds
 from bench.report import console
@@ -23,6 +25,7 @@ def main() -> None:
     if unknown := set(options.benchmarks) - set(BENCHMARKS):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
     wanted = options.benchmarks or BENCHMARKS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers' directory is removed then as well
     with running_stack() as state_dir:
         console.print(f"[dim]the servers' and workers' logs are in {state_dir} while this runs[/]")
         if "round" in wanted:
