@@ -70,15 +70,11 @@ def documents(size: Size) -> list[dict[str, Any]]:
     ]
     calculator = [
         {
-            "name": f"calculator-{terms}-{operand}",
-            "environment": {
-                "type": "calculator",
-                "params": {"terms": terms, "max_operand": operand},
-                "max_turns": 3,
-            },
+            "name": f"calculator-{number}",
+            "environment": {"type": "calculator", "max_turns": 3},
             "sampling": {"max_tokens": 40},
         }
-        for terms, operand in ((2, 99), (2, 999), (3, 99), (3, 20))
+        for number in range(1, 5)
     ]
     return [{**shared, "seed": seed, **document} for seed, document in enumerate([*gym, *calculator])]
 

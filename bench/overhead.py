@@ -1,9 +1,10 @@
 """What the database and the queues cost in a round of the size of `bench.rounds`.
 
-Two shares of the round, since neither alone is honest. The sum over all processes of every database session and of
-every message's way counts also what runs beside the engine and the trainer, and the service's own heartbeats and
-sweeps. The time in which nothing else goes on (no generation, no environment call, no update, no file) is what the
-round would be shorter by without them.
+Two shares of the round. The sum over all processes of every wait for the database and of every message's publishing and
+way counts also what runs beside the engine and the trainer. The time in which nothing else goes on (no generation, no
+environment call, no update, no file) is what the round would be shorter by without them; the service's own Python is in
+it. Whole sessions, with the Python between their statements, and what the service does whatever the number of rounds
+(heartbeats, sweeps, lease renewals) are shown apart.
 """
 
 from __future__ import annotations
@@ -37,12 +38,14 @@ ROWS = {
     "alone_rollout": "  during the rollout",
     "alone_handover": "  from the last episode's end to the trainer's claim",
     "alone_training": "  during training and commit",
-    "transaction": "database sessions, sum over all processes",
-    "statement": "  waits for the database in them",
-    "publish": "  publishing of messages in them",
-    "message": "messages from publishing to start, sum",
-    "overhead": "sessions and messages together, sum",
+    "overhead": "database and queues, sum over all processes",
+    "statement": "  waits for the database",
+    "publish": "  publishing of messages",
+    "message": "  messages from publishing to start",
+    "transaction": "whole database sessions, sum over all processes",
+    "upkeep": "sessions of heartbeats, sweeps and lease renewals, sum",
 }
+UPKEEP = ("manager.sweep", "manager.retain", "heartbeat", "leases")
 
 
 def run(state_dir: Path, rounds: int, shots: int) -> list[dict[str, float]]:
@@ -59,8 +62,12 @@ def run(state_dir: Path, rounds: int, shots: int) -> list[dict[str, float]]:
     intervals: dict[str, list[Interval]] = defaultdict(list)
     for file in folder.glob("*.jsonl"):
         for line in file.read_text().splitlines():
-            kind, start, end = json.loads(line)
-            intervals[kind].append((start, end))
+            kind, where, start, end = json.loads(line)
+            if where not in UPKEEP:
+                intervals[kind].append((start, end))
+                intervals[f"{kind} in {where}"].append((start, end))
+            elif kind in ("transaction", "message"):
+                intervals["upkeep"].append((start, end))
     return [account(round_, intervals) for round_ in found]
 
 
@@ -73,14 +80,14 @@ def account(round_: Round, intervals: Mapping[str, Sequence[Interval]]) -> dict[
     window = (created, finished)
     mine = {kind: clip(found, window) for kind, found in intervals.items()}
     work = [interval for kind in WORK for interval in mine[kind]]
-    busy = merge([*work, *without(mine["files"], mine["transaction"])])  # files are announced in the database
+    busy = merge([*work, *without(mine["files"], mine["transaction"])])  # these are announced in the database
 
     def alone(start: float, end: float) -> float:
         return end - start - overlap([(start, end)], busy)
 
     first = busy[0][0]
     seconds = {kind: covered(mine[kind]) for kind in (*WORK, "files")}
-    seconds |= {kind: total(mine.get(kind, [])) for kind in ("transaction", "statement", "publish", "message")}
+    seconds |= {kind: total(found) for kind, found in mine.items() if kind not in seconds}
     return seconds | {
         "round": finished - created,
         "alone": alone(*window),
@@ -88,7 +95,7 @@ def account(round_: Round, intervals: Mapping[str, Sequence[Interval]]) -> dict[
         "alone_rollout": alone(first, ready),
         "alone_handover": alone(ready, training),
         "alone_training": alone(training, finished),
-        "overhead": seconds["transaction"] + seconds["message"],
+        "overhead": sum(seconds.get(kind, 0.0) for kind in ("statement", "publish", "message")),
     }
 
 

@@ -1,6 +1,7 @@
 """Included by every worker of the overhead benchmark: writes down what the process does, as intervals.
 
-A line of JSON each, in the folder MARLAAS_BENCH_INTERVALS: kind, start and end in seconds of the wall clock.
+A line of JSON each, in the folder MARLAAS_BENCH_INTERVALS: kind, the Celery task or the thread that it was in, start
+and end in seconds of the wall clock.
 Kinds: `generate`, `environment`, `update` (the work itself), `files` (adapters and checkpoints, S3 and local cache),
 `transaction` (a database session from first to last: Python, statements, commit, and the messages after it),
 `statement` (waits for the database alone), `publish`, `message` (from publishing to the task's start).
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from celery import current_task
 from celery.signals import before_task_publish, task_prerun
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
 from sqlalchemy.orm import Session
@@ -32,8 +34,10 @@ _lock = threading.Lock()
 
 
 def write(kind: str, start: float, end: float) -> None:
+    task = current_task and current_task.name
+    where = task or threading.current_thread().name
     with _lock:
-        print(json.dumps([kind, start, end]), file=_file)
+        print(json.dumps([kind, where, start, end]), file=_file)
 
 
 def timed(owner: Any, name: str, kind: str) -> None:

@@ -120,9 +120,7 @@ class TorchEngine:
         threads: int,
     ) -> None:
         """`slots`: rows decoded at once; `kv_tokens`: cache of all rows; `threads`: of torch, in the decode thread."""
-        # A team for the decode thread alone: where two threads of a process have one, libgomp's barriers sleep.
         torch.set_num_threads(1)
-        self._threads = threads
         self.decoder = Decoder(model_path, dtype, rows=slots)
         self.max_length = min(self.decoder.context, kv_tokens // slots)  # of one request, prompt included
         layers = len(self.decoder.layers)
@@ -146,8 +144,12 @@ class TorchEngine:
         self._steps = self._generated = 0
         self._busy = 0.0
         self._recent: deque[tuple[float, int]] = deque()  # (when, tokens) of the last steps
-        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+        team_ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(threads, team_ready), name="torch-engine", daemon=True)
         self._thread.start()
+        # A team for the decode thread alone: where two threads of a process have one, libgomp's barriers sleep.
+        team_ready.wait()
+        torch.set_num_threads(1)
 
     # -- called from any thread
 
@@ -228,8 +230,10 @@ class TorchEngine:
 
     # -- the decode thread
 
-    def _run(self) -> None:
-        torch.set_num_threads(self._threads)
+    def _run(self, threads: int, team_ready: threading.Event) -> None:
+        torch.set_num_threads(threads)
+        torch.get_num_threads()  # a thread's first use of torch sets it to the process's default: let that be now
+        team_ready.set()
         with torch.inference_mode():
             while True:
                 with self._wake:
