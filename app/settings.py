@@ -51,6 +51,7 @@ class Settings(BaseSettings):
     engine_slots: int = 32  # rows decoded at once
     engine_adapter_slots: int = 8  # adapters resident at once
     engine_kv_tokens: int = 65_536  # key/value cache, in tokens over all rows
+    engine_chat_slots: int = 4  # rows and adapters beside those, for completions that tenants ask for
     max_lora_rank: int = 64
     train_microbatch_tokens: int = 4096  # most tokens (padding included) of one micro-batch
     max_round_episodes: int = 4096  # a round is in the trainer's memory as a whole
@@ -76,8 +77,17 @@ class Settings(BaseSettings):
     # Extra environments: comma-separated module names that register themselves
     environment_modules: str = ""
 
+    # Web: tenant API and console
     web_host: str = "127.0.0.1"
     web_port: int = 8000
+    web_threads: int = 64  # a streamed completion holds one
+    public_url: str | None = None  # as tenants and operators reach it; https makes cookies secure
+    trusted_proxies: int = 0  # proxies in front whose X-Forwarded-* headers count
+    secret_key: SecretStr | None = None  # signs console sessions; without one they end with the process
+    metrics_token: SecretStr | None = None  # bearer token that /metrics asks for; none: open
+    chat_deadline_seconds: float = 120.0
+    chat_waiting: int = 64  # completions at once over all tenants
+    idempotency_hours: float = 24.0  # answers to POST requests are kept this long
     log_json: bool = True
     log_level: str = "INFO"
 

@@ -28,7 +28,7 @@ def retain() -> dict[str, int]:
     done: dict[str, int] = {}
     with transaction() as session:
         ensure_partitions(session)
-    for part in (expire_optimizers, expire_adapters, expire_orphans, roll_up_usage, delete_old_spans):
+    for part in (expire_optimizers, expire_adapters, expire_orphans, roll_up_usage, delete_old_spans, delete_old_answers):
         with transaction() as session:
             if count := part(session):
                 done[part.__name__] = count
@@ -173,3 +173,9 @@ def delete_old_spans(session: Session) -> int:
         " WHERE started_at < now() - make_interval(secs => :seconds) ORDER BY started_at LIMIT :batch)"
     )
     return _count(session, statement, {"seconds": get_settings().keep_rounds_days * 86400, "batch": 100 * BATCH})
+
+
+def delete_old_answers(session: Session) -> int:
+    """Answers kept for repeated requests."""
+    statement = text("DELETE FROM idempotency_keys WHERE created_at < now() - make_interval(secs => :keep)")
+    return _count(session, statement, {"keep": 3600 * get_settings().idempotency_hours})

@@ -2,8 +2,10 @@
 
 from app.models.base import Base
 from app.models.event import Event
+from app.models.idempotency import StoredAnswer
 from app.models.job import File, Job
 from app.models.object import StoredObject
+from app.models.operator import AuditEntry, Operator
 from app.models.policy import PolicyVersion, StepMetrics
 from app.models.round import Episode, Group, Round, Turn
 from app.models.tenant import ApiKey, BaseModel, Tenant
@@ -12,6 +14,7 @@ from app.models.worker import PhaseSpan, Worker
 
 __all__ = [
     "ApiKey",
+    "AuditEntry",
     "Base",
     "BaseModel",
     "Episode",
@@ -19,10 +22,12 @@ __all__ = [
     "File",
     "Group",
     "Job",
+    "Operator",
     "PhaseSpan",
     "PolicyVersion",
     "Round",
     "StepMetrics",
+    "StoredAnswer",
     "StoredObject",
     "Tenant",
     "Turn",

@@ -34,6 +34,11 @@ TERMINAL = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 LIVE = tuple(s for s in JobState if s not in TERMINAL)
 
 
+class JobKind(StrEnum):
+    TRAIN = "train"
+    PREFLIGHT = "preflight"  # one round with the base model, before hours are spent; never in lists of jobs
+
+
 class Wanted(StrEnum):
     """What the user wants, apart from what is."""
 
@@ -68,6 +73,7 @@ class Job(Base):
         UniqueConstraint("tenant_id", "submit_key"),
         CheckConstraint(one_of("state", JobState), name="state"),
         CheckConstraint(one_of("wanted", Wanted), name="wanted"),
+        CheckConstraint(one_of("kind", JobKind), name="kind"),
         CheckConstraint("version >= 0", name="version_not_negative"),
         CheckConstraint("(state = 'failed') = (error_code IS NOT NULL)", name="failed_has_error"),
         CheckConstraint(
@@ -81,10 +87,12 @@ class Job(Base):
             postgresql_where=text("state NOT IN ('succeeded', 'failed', 'cancelled')"),
         ),
         Index("ix_jobs_tenant_created", "tenant_id", "created_at"),
+        Index("ix_jobs_created", "created_at", "id"),
     )
 
     id: Mapped[UuidKey]
     tenant_id: Mapped[uuid.UUID] = mapped_column(ForeignKey("tenants.id"))
+    kind: Mapped[str] = mapped_column(default=JobKind.TRAIN, server_default=JobKind.TRAIN)
     name: Mapped[str]
     base_model: Mapped[str] = mapped_column(ForeignKey("base_models.name"))
     spec: Mapped[dict[str, Any]]

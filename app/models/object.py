@@ -21,6 +21,7 @@ class ObjectState(StrEnum):
 class ObjectKind(StrEnum):
     ADAPTER_MODEL = "adapter_model"
     ADAPTER_CONFIG = "adapter_config"
+    ADAPTER_ZIP = "adapter_zip"  # both adapter files as one download, made when first asked for
     OPTIMIZER = "optimizer"
     FILE = "file"
 

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import CheckConstraint, ForeignKey, Index, LargeBinary, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
-from app.models.base import Base, Created, UuidKey
+from app.models.base import Base, BigInt, Created, UuidKey
 
 
 class Tenant(Base):
@@ -17,6 +17,10 @@ class Tenant(Base):
     __table_args__ = (
         CheckConstraint("weight > 0", name="weight_positive"),
         CheckConstraint("max_running_jobs >= 0 AND max_inflight_episodes >= 0", name="quotas_not_negative"),
+        CheckConstraint(
+            "max_live_jobs >= 0 AND max_file_bytes >= 0 AND max_chat_requests >= 0 AND requests_per_minute >= 0",
+            name="api_quotas_not_negative",
+        ),
     )
 
     id: Mapped[UuidKey]
@@ -24,6 +28,10 @@ class Tenant(Base):
     weight: Mapped[float] = mapped_column(default=1.0)
     max_running_jobs: Mapped[int] = mapped_column(default=4)
     max_inflight_episodes: Mapped[int] = mapped_column(default=256)
+    max_live_jobs: Mapped[int] = mapped_column(default=100, server_default="100")  # queued and paused ones included
+    max_file_bytes: Mapped[BigInt] = mapped_column(default=10 << 30, server_default=str(10 << 30))
+    max_chat_requests: Mapped[int] = mapped_column(default=8, server_default="8")  # at once
+    requests_per_minute: Mapped[int] = mapped_column(default=600, server_default="600")  # of one key
     suspended: Mapped[bool] = mapped_column(default=False)
     created_at: Mapped[Created]
 

@@ -12,7 +12,11 @@ from app.models.base import Base, BigInt, BigKey, Created
 
 
 class UsageEntry(Base):
-    """`episode_id` 0 is the training of the round, with the attempt that committed."""
+    """`episode_id` 0 is the training of the round, with the attempt that committed.
+
+    `round_id` 0 is a completion that was served: `episode_id` is a random number of its own, `job_id` the job of the
+    adapter, or the nil UUID for the base model.
+    """
 
     __tablename__ = "usage"
     __table_args__ = (

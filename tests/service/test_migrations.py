@@ -109,6 +109,9 @@ def two_tenants(hand: None) -> tuple[Tenant, Tenant]:
                 "INSERT INTO phase_spans (tenant_id, round_id, phase, worker, started_at, ended_at)"
                 " SELECT :t, id, 'rollout', 'w', now(), now() FROM rounds WHERE tenant_id = :t LIMIT 1",
                 "INSERT INTO usage_days SELECT :t, job_id, now(), 1, 1, 1, 1 FROM rounds WHERE tenant_id = :t LIMIT 1",
+                "INSERT INTO idempotency_keys (tenant_id, api_key_id, request_digest, status, answer)"
+                " SELECT :t, id, '', 200, '{}' FROM api_keys WHERE tenant_id = :t LIMIT 1",
+                "INSERT INTO audit_log (actor, action, tenant_id) VALUES ('night shift', 'tenant.suspend', :t)",
             ):
                 session.execute(text(statement), {"t": tenant.id})
     return both
@@ -196,6 +199,12 @@ def test_the_api_role_cannot_write_events_of_another_tenant(two_tenants: tuple[T
 )
 def test_the_service_role_cannot_change_the_schema(clean: str, statement: str) -> None:
     with pytest.raises(ProgrammingError, match=r"must be owner|permission denied"), transaction() as session:
+        session.execute(text(statement))
+
+
+@pytest.mark.parametrize("statement", ["UPDATE audit_log SET actor = 'nobody'", "DELETE FROM audit_log"])
+def test_the_audit_log_can_only_be_added_to(two_tenants: tuple[Tenant, Tenant], statement: str) -> None:
+    with pytest.raises(ProgrammingError, match="permission denied"), transaction() as session:
         session.execute(text(statement))
 
 
