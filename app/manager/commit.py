@@ -14,7 +14,7 @@ from app.errors import Conflict
 from app.manager import events, jobs, rounds
 from app.manager.buffer import MixedVersions, TrainingClaim
 from app.models import Job, PolicyVersion, Round, StepMetrics, StoredObject, UsageEntry
-from app.models.job import JobState, Wanted
+from app.models.job import JobKind, JobState, Wanted
 from app.models.object import ObjectState
 from app.models.round import RoundKind, RoundState
 from app.specs.job import JobSpec
@@ -124,7 +124,7 @@ def _go_on(session: Session, job: Job, new: NewVersion) -> None:
         rounds.open_round(session, job, RoundKind.EVAL)
     if rounds.finish_if_done(session, job):
         return
-    rounds.ensure_train_round(session, job)
+    rounds.ensure_round(session, job)
     jobs.settle_pause(session, job)
 
 
@@ -194,8 +194,8 @@ def commit_initial(session: Session, job_id: uuid.UUID, new: NewVersion) -> bool
     session.flush()
     events.record(session, job, "job_started", "version 0, the fresh adapter, is published")
     spec = JobSpec.model_validate(job.spec)
-    if spec.evaluation.every:
+    if spec.evaluation.every and job.kind == JobKind.TRAIN:
         rounds.open_round(session, job, RoundKind.EVAL)
     if job.wanted == Wanted.RUN:
-        rounds.ensure_train_round(session, job)
+        rounds.ensure_round(session, job)
     return True

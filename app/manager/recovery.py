@@ -177,14 +177,14 @@ def ring_unstarted() -> int:
     return len(late)
 
 
-# A running job without a live training round is done, or misses one; without a version it is still being started.
+# A running job without a live round of its kind is done, or misses one; without a version it is still being started.
 _UNSETTLED = """
 SELECT j.id FROM jobs j WHERE j.state IN ('running', 'queued') AND j.wanted = 'pause'
 UNION
 SELECT j.id FROM jobs j WHERE j.state = 'running'
     AND NOT EXISTS (
         SELECT FROM rounds r
-        WHERE r.job_id = j.id AND r.kind = 'train' AND r.state IN ('rolling_out', 'ready', 'training')
+        WHERE r.job_id = j.id AND r.kind = j.kind AND r.state IN ('rolling_out', 'ready', 'training')
     )
     AND EXISTS (SELECT FROM policy_versions v WHERE v.job_id = j.id AND v.version = 0)
 """
@@ -206,5 +206,5 @@ def settle(session: Session, job_id: uuid.UUID) -> bool:
     return (
         jobs.settle_pause(session, job)
         or rounds.finish_if_done(session, job)
-        or rounds.ensure_train_round(session, job)
+        or rounds.ensure_round(session, job)
     )

@@ -28,7 +28,14 @@ def retain() -> dict[str, int]:
     done: dict[str, int] = {}
     with transaction() as session:
         ensure_partitions(session)
-    for part in (expire_optimizers, expire_adapters, expire_orphans, roll_up_usage, delete_old_spans, delete_old_answers):
+    for part in (
+        expire_optimizers,
+        expire_adapters,
+        expire_orphans,
+        roll_up_usage,
+        delete_old_spans,
+        delete_old_answers,
+    ):
         with transaction() as session:
             if count := part(session):
                 done[part.__name__] = count

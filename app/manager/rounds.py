@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import uuid
 
-from sqlalchemy import Integer, Select, cast, func, insert, select, update
+from sqlalchemy import Select, func, insert, select, update
 from sqlalchemy.orm import Session
 
-from app.manager import doorbells, events
+from app.manager import doorbells, events, summaries
 from app.models import Episode, Group, Job, PolicyVersion, Round
-from app.models.job import JobState, Wanted
+from app.models.job import JobKind, JobState, Wanted
 from app.models.round import OPEN, EpisodeState, RoundKind, RoundState
 from app.specs.job import JobSpec
 
@@ -26,11 +26,14 @@ def episode_seed(job_seed: int, kind: str, version: int, group: int, index: int)
 def open_round(session: Session, job: Job, kind: RoundKind) -> Round:
     """Opens a round at the job's committed version and rings for admission. The caller holds the job's row lock."""
     spec = JobSpec.model_validate(job.spec)
+    cursor = 0
     if kind == RoundKind.TRAIN:
         groups, size = spec.hyperparameters.prompts_per_round, spec.hyperparameters.group_size
         cursor = job.version * groups
+    elif kind == RoundKind.EVAL:
+        groups, size = spec.evaluation.prompts, spec.evaluation.samples
     else:
-        groups, size, cursor = spec.evaluation.prompts, spec.evaluation.samples, 0
+        groups, size = spec.preflight.prompts, spec.preflight.samples
     digest = session.scalars(
         select(PolicyVersion.weights_digest).where(PolicyVersion.job_id == job.id, PolicyVersion.version == job.version)
     ).one()
@@ -98,7 +101,7 @@ def close_round(session: Session, round_: Round) -> None:
         return
     round_.state = RoundState.COMMITTED
     round_.finished_at = func.clock_timestamp()
-    round_.summary = summarise(session, round_)
+    round_.summary = summaries.summarise(session, job, round_)
     events.record(
         session,
         job,
@@ -109,28 +112,9 @@ def close_round(session: Session, round_: Round) -> None:
     doorbells.ring_admission(session)  # the job may be done; its row is locked there, before any round's
 
 
-def summarise(session: Session, round_: Round) -> dict[str, float]:
-    """Pass rate, mean reward and their like over the finished episodes of a round."""
-    row = session.execute(
-        select(
-            func.count(),
-            func.coalesce(func.avg(cast(Episode.passed, Integer)), 0),
-            func.coalesce(func.avg(Episode.reward), 0),
-            func.coalesce(func.avg(cast(Episode.truncated, Integer)), 0),
-        ).where(Episode.round_id == round_.id, Episode.state == EpisodeState.FINISHED)
-    ).one()
-    return {
-        "episodes": int(row[0]),
-        "pass_rate": float(row[1]),
-        "reward_mean": float(row[2]),
-        "truncated_share": float(row[3]),
-    }
-
-
 def finish_if_done(session: Session, job: Job) -> bool:
-    """Ends the job once its last version is committed and no evaluation is under way."""
-    spec = JobSpec.model_validate(job.spec)
-    if job.state != JobState.RUNNING or job.version < spec.hyperparameters.n_steps:
+    """Ends the job once all that it is for is committed and no evaluation is under way."""
+    if job.state != JobState.RUNNING or not is_complete(session, job):
         return False
     if session.scalars(live_rounds(job.id).limit(1)).first() is not None:
         return False
@@ -139,6 +123,16 @@ def finish_if_done(session: Session, job: Job) -> bool:
     events.record(session, job, "job_succeeded", f"finished with version {job.version}")
     doorbells.ring_admission(session)  # a queued job may start
     return True
+
+
+def is_complete(session: Session, job: Job) -> bool:
+    """Whether the job has its last version or, being a preflight, its one round."""
+    if job.kind == JobKind.TRAIN:
+        return job.version >= JobSpec.model_validate(job.spec).hyperparameters.n_steps
+    done = select(Round.id).where(
+        Round.job_id == job.id, Round.kind == RoundKind.PREFLIGHT, Round.state == RoundState.COMMITTED
+    )
+    return session.scalars(done).first() is not None
 
 
 def live_rounds(job_id: uuid.UUID) -> Select[int]:
@@ -169,13 +163,12 @@ def abandon_rounds(session: Session, job: Job) -> None:
     )
 
 
-def ensure_train_round(session: Session, job: Job) -> bool:
-    """Opens the next training round where a running job has none; whether it did. The caller holds the job's row lock,
-    and the job has a version."""
-    spec = JobSpec.model_validate(job.spec)
-    if job.state != JobState.RUNNING or job.wanted != Wanted.RUN or job.version >= spec.hyperparameters.n_steps:
+def ensure_round(session: Session, job: Job) -> bool:
+    """Opens the round that a running job misses, of the job's own kind; whether it did. The caller holds the job's row
+    lock, and the job has a version."""
+    if job.state != JobState.RUNNING or job.wanted != Wanted.RUN or is_complete(session, job):
         return False
-    if session.scalars(live_rounds(job.id).where(Round.kind == RoundKind.TRAIN).limit(1)).first() is not None:
+    if session.scalars(live_rounds(job.id).where(Round.kind == job.kind).limit(1)).first() is not None:
         return False
-    open_round(session, job, RoundKind.TRAIN)
+    open_round(session, job, RoundKind(job.kind))
     return True

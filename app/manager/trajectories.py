@@ -1,13 +1,15 @@
-"""A round's episodes for people: prompts, what was said on both sides, rewards."""
+"""A job's episodes for people, round by round or as one list: prompts, what was said on both sides, rewards."""
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import Row, Select, func, select, tuple_
 from sqlalchemy.orm import Session
 
 from app.errors import NotFound
@@ -82,7 +84,7 @@ def trajectories(
         .where(Episode.round_id == round_.id, Episode.group_id.in_([g.id for g in groups]))
         .order_by(Episode.group_id, Episode.index)
     ).all()
-    turns = _turns(session, round_.id, [e.id for e in rows])
+    turns = _turns(session, [round_.id], [e.id for e in rows])
     for e in rows:
         view = EpisodeView(
             id=e.id,
@@ -107,6 +109,117 @@ def trajectories(
     )
 
 
+@dataclass(frozen=True)
+class EpisodeRow:
+    """An episode with all that is around it: an entry of a list that goes through rounds."""
+
+    id: int
+    round_id: int
+    kind: str  # of its round
+    version: int
+    prompt_index: int  # of its group in the round
+    item: int  # cursor index of the prompt in the job's data
+    index: int  # in its group
+    state: str
+    prompt: Messages | None  # None: not reset yet
+    tools: list[dict[str, Any]] | None
+    turns: list[TurnView]  # empty once retention has dropped them
+    reward: float | None
+    passed: bool | None
+    truncated: bool
+    flags: list[str]
+    error_code: str | None
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True)
+class EpisodesPage:
+    episodes: list[EpisodeRow]
+    has_more: bool
+
+
+def episodes_page(
+    session: Session,
+    job: Job,
+    *,
+    version: int | None = None,
+    kind: str | None = None,
+    min_reward: float | None = None,
+    max_reward: float | None = None,
+    passed: bool | None = None,
+    state: str | None = None,
+    after: int = 0,
+    limit: int = 20,
+) -> EpisodesPage:
+    """Up to `limit` episodes of the job that match, in order of round, prompt and index, from behind episode `after`.
+
+    Bounds of the reward are inclusive; an episode without a reward is within none. Raises NotFound when `after` is not
+    an episode of the job.
+    """
+    filters = [
+        (Round.policy_version, operator.eq, version),
+        (Round.kind, operator.eq, kind),
+        (Episode.reward, operator.ge, min_reward),
+        (Episode.reward, operator.le, max_reward),
+        (Episode.passed, operator.eq, passed),
+        (Episode.state, operator.eq, state),
+    ]
+    statement = _episodes(job).where(*(meets(column, v) for column, meets, v in filters if v is not None))
+    if after:
+        statement = statement.where(_behind(session, job, after))
+    rows = session.execute(statement.limit(limit + 1)).all()
+    shown = rows[:limit]
+    turns = _turns(session, {row.Episode.round_id for row in shown}, [row.Episode.id for row in shown])
+    return EpisodesPage([_episode_row(row, turns) for row in shown], has_more=len(rows) > limit)
+
+
+def _episodes(job: Job) -> Select[Any]:
+    return (
+        select(Episode, Round.kind, Group.index.label("prompt_index"), Group.item, Group.messages, Group.tools)
+        .join(Round, Round.id == Episode.round_id)
+        .join(Group, Group.id == Episode.group_id)
+        .where(Round.job_id == job.id, Episode.tenant_id == job.tenant_id)
+        .order_by(Episode.round_id, Episode.group_id, Episode.index)
+    )
+
+
+def _behind(session: Session, job: Job, episode_id: int) -> Any:
+    """The condition that an episode comes after this one. The round's bound alone lets the index skip earlier ones."""
+    last = session.execute(
+        select(Episode.round_id, Episode.group_id, Episode.index)
+        .join(Round, Round.id == Episode.round_id)
+        .where(Episode.id == episode_id, Round.job_id == job.id)
+    ).first()
+    if last is None:
+        raise NotFound(
+            f"job {job.name} has no episode {episode_id}; give `after` the id of one that was listed", param="after"
+        )
+    return (Round.id >= last.round_id) & (tuple_(Episode.round_id, Episode.group_id, Episode.index) > tuple_(*last))
+
+
+def _episode_row(row: Row[Any], turns: dict[int, list[TurnView]]) -> EpisodeRow:
+    e: Episode = row.Episode
+    return EpisodeRow(
+        id=e.id,
+        round_id=e.round_id,
+        kind=row.kind,
+        version=e.policy_version,
+        prompt_index=row.prompt_index,
+        item=row.item,
+        index=e.index,
+        state=e.state,
+        prompt=row.messages,
+        tools=row.tools,
+        turns=turns.get(e.id, []),
+        reward=e.reward,
+        passed=e.passed,
+        truncated=e.truncated,
+        flags=e.flags or [],
+        error_code=e.error_code,
+        finished_at=e.finished_at,
+    )
+
+
 def _find_round(session: Session, job: Job, version: int | None, kind: RoundKind) -> Round:
     mine = select(Round).where(Round.job_id == job.id, Round.kind == kind)
     wanted = mine if version is None else mine.where(Round.policy_version == version)
@@ -123,7 +236,7 @@ def _find_round(session: Session, job: Job, version: int | None, kind: RoundKind
     raise NotFound(f"job {job.name} has no {kind} round of version {version}; {known}", param="version")
 
 
-def _turns(session: Session, round_id: int, episode_ids: Sequence[int]) -> dict[int, list[TurnView]]:
+def _turns(session: Session, round_ids: Collection[int], episode_ids: Sequence[int]) -> dict[int, list[TurnView]]:
     found: dict[int, list[TurnView]] = defaultdict(list)
     rows = session.execute(
         select(
@@ -134,7 +247,7 @@ def _turns(session: Session, round_id: int, episode_ids: Sequence[int]) -> dict[
             Turn.finish_reason,
             Turn.seconds,
         )
-        .where(Turn.round_id == round_id, Turn.episode_id.in_(episode_ids))
+        .where(Turn.round_id.in_(round_ids), Turn.episode_id.in_(episode_ids))
         .order_by(Turn.episode_id, Turn.index)
     )
     for row in rows:

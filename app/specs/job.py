@@ -108,6 +108,13 @@ class EvalSpec(Spec):
     samples: int = Field(1, ge=1, le=64)
 
 
+class PreflightSpec(Spec):
+    """What a preflight samples: training prompts, answered by the base model before any training."""
+
+    prompts: int = Field(8, ge=1, le=64)
+    samples: int = Field(4, ge=2, le=32, description="episodes of one prompt: one alone cannot vary")
+
+
 class JobSpec(Spec):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     base_model: Text = Field(min_length=1, max_length=128)
@@ -116,6 +123,7 @@ class JobSpec(Spec):
     lora: LoraSpec = LoraSpec()
     hyperparameters: HyperparametersSpec = HyperparametersSpec()
     evaluation: EvalSpec = EvalSpec()
+    preflight: PreflightSpec = PreflightSpec()
     seed: int = Field(0, ge=0, lt=2**31)
     weight: float = Field(1.0, gt=0, le=100, description="share against the tenant's other jobs")
     metadata: dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]] = Field(
