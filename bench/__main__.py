@@ -1,4 +1,4 @@
-"""`python -m bench [round] [jobs] [overhead]`: all of them where none is named."""
+"""`python -m bench [round] [jobs] [overhead] [api]`: all of them where none is named."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import signal
 import sys
 
-from bench import mixed, overhead, rounds
+from bench import api, mixed, overhead, rounds
 from bench.report import console
 from bench.service import running_stack
 
-BENCHMARKS = ("round", "jobs", "overhead")
+BENCHMARKS = ("round", "jobs", "overhead", "api")
 
 
 def main() -> None:
@@ -21,6 +21,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="jobs: prompts a round")
     parser.add_argument("--group", type=int, default=4, help="jobs: episodes a prompt")
     parser.add_argument("--rounds", type=int, default=10, help="overhead: rounds that are measured")
+    parser.add_argument("--clients", type=int, default=50, help="api: clients at once")
+    parser.add_argument("--seconds", type=float, default=45, help="api: length of one window, with or without clients")
     options = parser.parse_args()
     if unknown := set(options.benchmarks) - set(BENCHMARKS):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
@@ -34,6 +36,8 @@ def main() -> None:
             mixed.main(state_dir, mixed.Size(options.steps, options.prompts, options.group))
         if "overhead" in wanted:
             overhead.main(state_dir, options.rounds)
+        if "api" in wanted:
+            api.main(state_dir, options.clients, options.seconds)
 
 
 if __name__ == "__main__":

@@ -58,11 +58,13 @@ def running_stack() -> Iterator[Path]:
 
 @dataclass
 class Setup:
-    """How the workers of a benchmark run: settings for all, settings by stage, modules that a stage also includes."""
+    """How the workers of a benchmark run: settings for all, settings by stage, modules that a stage also includes,
+    and whether the web server runs as well."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     by_stage: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     include: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    web: bool = False
 
 
 @contextmanager
@@ -70,9 +72,12 @@ def running_workers(setup: Setup, logs: Path) -> Iterator[None]:
     """Workers of all stages and beat, ready to take work; stopped at the end."""
     running = {}
     try:
-        for stage in (*STAGES, "beat"):
+        for stage in (*STAGES, "beat", *(("web",) if setup.web else ())):
             command = [sys.executable, "-m", "celery", "-A", "workers", "--quiet"]
-            if stage == "beat":
+            if stage == "web":
+                command = [sys.executable, "-m", "gunicorn", "app.web:create_app()"]
+                command += ["--config", "python:app.gunicorn_config"]
+            elif stage == "beat":
                 command += ["beat", "--scheduler", "celery.beat.Scheduler"]
             else:
                 command += ["worker", "-Q", stage, "-n", f"{stage}@bench", "--without-gossip", "--without-mingle"]

@@ -1,4 +1,4 @@
-"""Real Celery workers as processes, for service and end-to-end tests."""
+"""Real Celery workers and the web server as processes, for service, end-to-end and browser tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STAGES = ("manager", "tools", "rollout", "training")
 
 
 class WorkerProcesses:
-    """Starts, kills and stops workers by stage; their output goes to files under `logs`."""
+    """Starts, kills and stops workers by stage (or `web`, `beat`); their output goes to files under `logs`."""
 
     def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
         self.logs = logs
@@ -25,7 +25,10 @@ class WorkerProcesses:
     def start(self, *stages: str) -> None:
         for stage in stages:
             command = [sys.executable, "-m", "celery", "-A", "workers", "--quiet"]
-            if stage == "beat":
+            if stage == "web":
+                command = [sys.executable, "-m", "gunicorn", "app.web:create_app()"]
+                command += ["--config", "python:app.gunicorn_config"]
+            elif stage == "beat":
                 command += ["beat", "--schedule", str(self.logs / "beat-schedule")]
             else:
                 command += ["worker", "-Q", stage, "-n", f"{stage}@test", "--without-gossip", "--without-mingle"]
