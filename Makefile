@@ -13,6 +13,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 help:
 	@echo "make demo [ROUNDS=n]   train three jobs of two tenants at once and report"
 	@echo "make up                run the service until Ctrl-C"
+	@echo "make .env              secrets of docker-compose.yml, where there are none yet"
 	@echo "make test              all tests"
 	@echo "make check             linter, formatter, types, import contracts"
 	@echo "make bench             measurements, against the peer"
@@ -38,6 +39,12 @@ demo: $(INSTALLED)
 
 up: $(INSTALLED)
 	$(BIN)/marlaas up
+
+# Without prerequisites: secrets that are there are never made anew.
+.env:
+	@umask 077 && $(PYTHON) -c "import re, secrets, sys; sys.stdout.write(re.sub(r'(?m)^(\w+_(?:PASSWORD|KEY|TOKEN))=$$', \
+		lambda name: f'{name[1]}={secrets.token_hex(24)}', open('.env.example').read()))" > $@.partial
+	@mv $@.partial $@
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest

@@ -32,6 +32,8 @@ CHAT = "rollout.chat"
 TRAIN = "training.train"
 START = "training.start"
 
+SWEEP_SENT_AT = "marlaas:sweep-sent-at"  # Redis key: when beat last sent a sweep, in seconds since the epoch
+
 
 @celery.add_defaults
 def configuration() -> dict[str, Any]:

@@ -26,6 +26,18 @@ class NotFound(MarlaasError):
     code = "not_found"
 
 
+class Unauthorized(MarlaasError):
+    """No key, or one that is unknown, revoked or expired."""
+
+    code = "invalid_api_key"
+
+
+class Forbidden(MarlaasError):
+    """The key is good, but may not do this."""
+
+    code = "forbidden"
+
+
 class Conflict(MarlaasError):
     """The object is not in a state in which this can be done."""
 
@@ -33,7 +45,19 @@ class Conflict(MarlaasError):
 
 
 class QuotaExceeded(MarlaasError):
+    """The tenant has as much of something as it may; trying again does not help before something is freed."""
+
     code = "quota_exceeded"
+
+
+class RateLimited(MarlaasError):
+    """Too many requests of one key; good again after `retry_after` seconds."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class JobFault(MarlaasError):
@@ -76,3 +100,9 @@ class InfrastructureFault(MarlaasError):
     """Something of ours failed: retried within a budget."""
 
     code = "infrastructure"
+
+
+class EngineUnavailable(MarlaasError):
+    """No worker serves the model now, or the one that did is stopping; good again when one is there."""
+
+    code = "engine_unavailable"

@@ -11,12 +11,14 @@ _settings = get_settings()
 
 bind = f"{_settings.web_host}:{_settings.web_port}"
 worker_class = "gthread"
-workers = 1
-threads = 8
+workers = 1  # sessions' rate limits, caches and request counters are of one process; several web processes are fine
+threads = _settings.web_threads
 timeout = 60
-graceful_timeout = 10
+graceful_timeout = 25  # for answers that have begun; less than supervisors wait before they kill
+keepalive = 75  # longer than proxies keep idle connections: it is never us who closes one as it is being used
+forwarded_allow_ips = ""  # X-Forwarded-* counts by MARLAAS_TRUSTED_PROXIES alone, in `app.web`
 control_socket_disable = True
-accesslog = None  # the lines of health probes would drown all others
+accesslog = None  # the lines of health probes would drown all others; /metrics counts requests by route
 logconfig_dict: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,

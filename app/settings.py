@@ -14,7 +14,9 @@ ENVIRONMENT_FILE = "environment"  # in the state directory while the embedded st
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="MARLAAS_", extra="ignore", populate_by_name=True)
+    model_config = SettingsConfigDict(
+        env_prefix="MARLAAS_", env_ignore_empty=True, extra="ignore", populate_by_name=True
+    )
 
     # Where things are
     state_dir: Path = DEFAULT_STATE_DIR  # embedded stack: data, credentials, logs
@@ -79,7 +81,7 @@ class Settings(BaseSettings):
 
     # Web: tenant API and console
     web_host: str = "127.0.0.1"
-    web_port: int = 8000
+    web_port: int = Field(8000, validation_alias=AliasChoices("MARLAAS_WEB_PORT", "PORT"))  # PORT: honcho, a PaaS
     web_threads: int = 64  # a streamed completion holds one
     public_url: str | None = None  # as tenants and operators reach it; https makes cookies secure
     trusted_proxies: int = 0  # proxies in front whose X-Forwarded-* headers count

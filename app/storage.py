@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import uuid
 from base64 import b64encode
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING
 
 import boto3
 from botocore.config import Config
@@ -66,12 +68,12 @@ def put(key: str, data: bytes) -> None:
     _put(key, data, sha256_of(data))
 
 
-def put_stream(key: str, stream: BinaryIO, sha256: str) -> None:
+def put_stream(key: str, stream: IO[bytes], sha256: str) -> None:
     """As `put`, from a seekable stream that is never whole in memory. Storage refuses bytes of another digest."""
     _put(key, stream, sha256)
 
 
-def _put(key: str, body: bytes | BinaryIO, sha256: str) -> None:
+def _put(key: str, body: bytes | IO[bytes], sha256: str) -> None:
     try:
         client().put_object(
             Bucket=get_settings().s3_bucket,
@@ -102,9 +104,29 @@ def get(key: str, sha256: str) -> bytes:
     return data
 
 
+def copy_to(key: str, sha256: str, sink: IO[bytes]) -> None:
+    """As `get`, into a file and never whole in memory. What was written is worthless when it raises."""
+    digest = hashlib.sha256()
+    for chunk in _chunks(key):
+        digest.update(chunk)
+        sink.write(chunk)
+    if digest.hexdigest() != sha256:
+        raise ObjectMissing(f"object {key} does not match its digest {sha256[:12]}…", param=key)
+
+
+def stream(key: str) -> Iterator[bytes]:
+    """The bytes as they come, unchecked. Raises ObjectMissing or InfrastructureFault before there are any."""
+    chunks = _chunks(key)
+    return chain([next(chunks, b"")], chunks)
+
+
 def _read(key: str) -> bytes:
+    return b"".join(_chunks(key))
+
+
+def _chunks(key: str) -> Iterator[bytes]:
     try:
-        return client().get_object(Bucket=get_settings().s3_bucket, Key=key)["Body"].read()
+        yield from client().get_object(Bucket=get_settings().s3_bucket, Key=key)["Body"].iter_chunks(1 << 20)
     except ClientError as error:
         if error.response.get("Error", {}).get("Code") in ("NoSuchKey", "404"):
             raise ObjectMissing(f"object {key} is gone from storage", param=key) from error

@@ -15,14 +15,19 @@ from types import FrameType
 from app import base_models, db, migrate
 from app.db import transaction
 from app.embedded import EmbeddedStack
+from app.embedded.credentials import write_private
 from app.embedded.ports import choose_ports
 from app.log import configure_logging
+from app.manager import audit, operators
 from app.manager import base_models as registry
+from app.models.operator import OperatorRole
 from app.settings import get_settings
 from app.supervisor import KeepsCrashing, Restarts, Supervisor
 
 PROCFILE = Path(__file__).resolve().parent.parent / "Procfile"
 TICK_SECONDS = 0.2
+FIRST_OPERATOR = "admin"
+PASSWORD_FILE = "console-password"
 QUIET = {
     "TQDM_DISABLE": "1",  # progress bars are no log lines
     "PYTHONWARNINGS": "ignore:You're running the worker with superuser",  # as the operator knows
@@ -87,9 +92,33 @@ def prepare(stack: EmbeddedStack | None, base_model: str | None) -> dict[str, st
     with transaction() as session:
         served = registry.served_model(session, base_model)
         environment = {"MARLAAS_BASE_MODEL": served.name, "MARLAAS_QUEUE_SUFFIX": served.queue_suffix}
-    db.dispose_engines()
     (port,) = choose_ports([settings.web_port])
+    if stack is not None and (password := make_first_operator(stack.state_dir)):
+        _say(
+            f"console: http://{settings.web_host}:{port}/console/ as {FIRST_OPERATOR} with the password {password}"
+            f" (also in {stack.state_dir / PASSWORD_FILE})"
+        )
+    db.dispose_engines()
     return QUIET | environment | {"MARLAAS_WEB_PORT": str(port)}
+
+
+def make_first_operator(state_dir: Path) -> str | None:
+    """Gives a service without operators its first one; returns the password, which is kept in the state directory."""
+    with transaction() as session:
+        if operators.list_operators(session):
+            return None
+        password = operators.new_password()
+        operators.create(session, FIRST_OPERATOR, password, OperatorRole.ADMIN)
+        audit.record(
+            session,
+            actor=audit.COMMAND_LINE,
+            action="operator.create",
+            target_kind="operator",
+            target_id=FIRST_OPERATOR,
+            data={"role": OperatorRole.ADMIN},
+        )
+        write_private(state_dir / PASSWORD_FILE, password + "\n")
+    return password
 
 
 def register_pulled(models_dir: Path, first: str | None = None) -> None:

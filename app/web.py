@@ -1,4 +1,4 @@
-"""The web process: health for load balancers and supervisors. `gunicorn "app.web:create_app()"`."""
+"""The web process: the API, the console, and health for supervisors. `gunicorn "app.web:create_app()"`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ from collections.abc import Callable
 
 import redis
 import structlog
+from apiflask import APIFlask
 from botocore.exceptions import BotoCoreError, ClientError
-from flask import Flask
+from flask import Response, request
 from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
+from werkzeug.exceptions import HTTPException
+from werkzeug.middleware.proxy_fix import ProxyFix
 
-from app import db, storage
+from app import console, db, metrics, storage
+from app.api import api, openapi, requests
+from app.api.blueprint import PREFIX
+from app.api.errors import on_http_error
 from app.settings import get_settings
 
 log = structlog.get_logger(__name__)
@@ -19,21 +25,44 @@ log = structlog.get_logger(__name__)
 PROBE_SECONDS = 3.0
 
 
-def create_app() -> Flask:
-    app = Flask(__name__)
-
-    @app.get("/healthz")
-    def healthz() -> dict[str, str]:
-        """This process answers; says nothing of the services behind it."""
-        return {"status": "ok"}
-
-    @app.get("/readyz")
-    def readyz() -> tuple[dict[str, str], int]:
-        """200 when database, Redis and S3 are all reachable, else 503; the body says which are."""
-        parts = {name: probe() for name, probe in PROBES.items()}
-        return parts, 200 if set(parts.values()) == {"ok"} else 503
-
+def create_app() -> APIFlask:
+    app = APIFlask(
+        __name__,
+        title="MARLaaS",
+        version=openapi.release(),
+        spec_path=openapi.PATH,
+        docs_path=None,
+        json_errors=False,
+        static_folder=None,  # type: ignore[arg-type]
+    )
+    proxies = get_settings().trusted_proxies
+    app.wsgi_app = ProxyFix(app.wsgi_app, x_for=proxies, x_proto=proxies, x_host=proxies)  # type: ignore[method-assign]
+    app.url_map.merge_slashes = False  # names of models may hold any
+    requests.install(app)
+    openapi.configure(app)
+    app.register_error_handler(HTTPException, _on_unrouted)
+    metrics.install(app)
+    app.register_blueprint(api)
+    console.register(app)
+    app.add_url_rule("/healthz", view_func=healthz)
+    app.add_url_rule("/readyz", view_func=readyz)
     return app
+
+
+def healthz() -> dict[str, str]:
+    """This process answers; says nothing of the services behind it."""
+    return {"status": "ok"}
+
+
+def readyz() -> tuple[dict[str, str], int]:
+    """200 when database, Redis and S3 are all reachable, else 503; the body says which are."""
+    parts = {name: probe() for name, probe in PROBES.items()}
+    return parts, 200 if set(parts.values()) == {"ok"} else 503
+
+
+def _on_unrouted(error: HTTPException) -> Response | HTTPException:
+    """No such route or method, and no blueprint whose error it would be: the API's clients read JSON there too."""
+    return on_http_error(error) if request.path.startswith(f"{PREFIX}/") else error
 
 
 def probe_database() -> str:

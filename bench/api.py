@@ -18,7 +18,7 @@ from typing import Any
 
 from sqlalchemy import func, select
 
-from app.api.ids import show_job_id
+from app.api import ids
 from app.base_models import DEFAULT_MODEL
 from app.db import transaction
 from app.embedded.ports import choose_ports
@@ -49,7 +49,7 @@ def main(state_dir: Path, clients: int, seconds: float) -> None:
         orders = Orders(
             url=f"http://127.0.0.1:{port}/v1",
             keys=[key_of(owner) for owner in owners],
-            jobs=[show_job_id(job_id) for job_id in running],
+            jobs=[ids.job_id(job_id) for job_id in running],
             models=[DEFAULT_MODEL] * TENANTS,
             clients=clients,
             seconds=seconds,

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from app.broker import celery as app
-from workers import control, runtime
+from workers import beat, control, runtime
 
-__all__ = ["app", "control", "runtime"]
+__all__ = ["app", "beat", "control", "runtime"]

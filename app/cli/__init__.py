@@ -7,7 +7,7 @@ import sys
 import structlog
 import typer
 
-from app.cli import adapters, files, jobs, keys, models, service, tenants, workers
+from app.cli import adapters, files, jobs, keys, models, operators, preflight, service, tenants, workers
 from app.cli.output import Commands
 
 app = typer.Typer(
@@ -22,9 +22,11 @@ app.add_typer(models.app, name="model")
 app.add_typer(tenants.app, name="tenant")
 app.add_typer(keys.app, name="key")
 app.add_typer(files.app, name="file")
+jobs.app.command("preflight")(preflight.check)
 app.add_typer(jobs.app, name="job")
 app.add_typer(adapters.app, name="adapter")
 app.add_typer(workers.app, name="worker")
+app.add_typer(operators.app, name="operator")
 
 
 def main() -> None:

@@ -25,12 +25,17 @@ CELLS: dict[str, Cell] = {
 @app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="smollm2-135m-instruct, a local folder, or a Hugging Face id.")],
+    register: Annotated[bool, typer.Option("--register", help="Also make it known to the service.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Fetches a model, unless it is here; `marlaas up` registers all models that are."""
     from app import base_models
 
     folder = base_models.pull(name, get_settings().models_path)
+    if register:
+        from app.up import register_pulled
+
+        register_pulled(get_settings().models_path, first=base_models.model_name(folder))
     if as_json:
         print_json({"name": base_models.model_name(folder), "folder": str(folder), **base_models.describe(folder)})
     else:

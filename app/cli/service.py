@@ -42,9 +42,20 @@ def up(
 
 
 @database.command()
-def upgrade(revision: Annotated[str, typer.Argument(help="Alembic revision.")] = "head") -> None:
+def upgrade(
+    revision: Annotated[str, typer.Argument(help="Alembic revision.")] = "head",
+    with_logins: Annotated[
+        bool,
+        typer.Option(
+            "--logins",
+            help="Also let the two roles log in as MARLAAS_DATABASE_SERVICE_URL and MARLAAS_DATABASE_API_URL say.",
+        ),
+    ] = False,
+) -> None:
     """Migrates the database that the settings name to the newest schema."""
-    from app import migrate
+    from app import logins, migrate
 
     migrate.upgrade(get_settings().database_url.get_secret_value(), revision)
     say(f"the schema is at {revision}")
+    if with_logins:
+        say(f"logins: {', '.join(logins.create_logins()) or 'none are set'}")

@@ -13,7 +13,7 @@ from app.models import Tenant
 
 app = typer.Typer(no_args_is_help=True, help="Tenants: weights, quotas, suspension.")
 
-FIELDS = ("id", "name", "weight", "max_running_jobs", "max_inflight_episodes", "suspended", "created_at")
+FIELDS = ("id", "name", "weight", *tenants.QUOTAS, "suspended", "created_at")
 CELLS: dict[str, Cell] = {
     "TENANT": lambda t: t.name,
     "WEIGHT": lambda t: t.weight,
@@ -25,15 +25,27 @@ CELLS: dict[str, Cell] = {
 
 Weight = Annotated[float | None, typer.Option(help="Share of the hardware against other tenants.")]
 RunningJobs = Annotated[int | None, typer.Option("--max-running-jobs", help="Jobs that run at once.")]
+LiveJobs = Annotated[int | None, typer.Option("--max-live-jobs", help="Jobs that queue, run or pause.")]
 Episodes = Annotated[int | None, typer.Option("--max-inflight-episodes", help="Episodes in flight at once.")]
+Chats = Annotated[int | None, typer.Option("--max-chat-requests", help="Completions at once.")]
+Requests = Annotated[int | None, typer.Option("--requests-per-minute", help="API requests of one key.")]
+FileBytes = Annotated[int | None, typer.Option("--max-file-bytes", help="All files together.")]
 
 
 @app.command()
 def create(
-    name: str, weight: Weight = None, jobs: RunningJobs = None, episodes: Episodes = None, as_json: JsonFlag = False
+    name: str,
+    weight: Weight = None,
+    jobs: RunningJobs = None,
+    live: LiveJobs = None,
+    episodes: Episodes = None,
+    chats: Chats = None,
+    requests: Requests = None,
+    file_bytes: FileBytes = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Creates a tenant."""
-    given = {"weight": weight, "max_running_jobs": jobs, "max_inflight_episodes": episodes}
+    given = {"weight": weight, **_quotas(jobs, live, episodes, chats, requests, file_bytes)}
     with transaction() as session:
         tenant = tenants.create_tenant(session, name, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
         session.refresh(tenant)
@@ -53,7 +65,11 @@ def set_(
     name: str,
     weight: Weight = None,
     jobs: RunningJobs = None,
+    live: LiveJobs = None,
     episodes: Episodes = None,
+    chats: Chats = None,
+    requests: Requests = None,
+    file_bytes: FileBytes = None,
     suspend: Annotated[
         bool | None, typer.Option("--suspend/--unsuspend", help="Stop giving it work, or go on.")
     ] = None,
@@ -65,11 +81,16 @@ def set_(
             session,
             tenants.find_tenant(session, name),
             weight=weight,
-            max_running_jobs=jobs,
-            max_inflight_episodes=episodes,
             suspended=suspend,
+            **_quotas(jobs, live, episodes, chats, requests, file_bytes),
         )
     _tell(tenant, f"changed tenant {tenant.name}", as_json)
+
+
+def _quotas(*given: int | None) -> dict[str, int | None]:
+    """By column, in the order of the options."""
+    columns_ = ("max_running_jobs", "max_live_jobs", "max_inflight_episodes", "max_chat_requests")
+    return dict(zip((*columns_, "requests_per_minute", "max_file_bytes"), given, strict=True))
 
 
 def _tell(tenant: Tenant, message: str, as_json: bool) -> None:

@@ -23,13 +23,17 @@ class Credentials(BaseModel):
     s3_access_key: str = Field(default_factory=lambda: secrets.token_hex(10))
     s3_secret_key: str = Field(default_factory=_secret)
     seaweedfs_signing_key: str = Field(default_factory=_secret)
+    web_sessions: str = Field(default_factory=_secret)  # signs the console's sessions
 
 
 def load_or_create(path: Path) -> Credentials:
     """Reads the credentials, or makes them. Raises pydantic.ValidationError when the file is damaged."""
     if not path.exists():
         write_private(path, Credentials().model_dump_json(indent=2))
-    return Credentials.model_validate_json(path.read_text())
+    credentials = Credentials.model_validate_json(path.read_text())
+    if credentials.model_fields_set != Credentials.model_fields.keys():  # an older version made the file
+        write_private(path, credentials.model_dump_json(indent=2))
+    return credentials
 
 
 def write_private(path: Path, text: str) -> None:

@@ -15,6 +15,7 @@ from app.embedded.credentials import write_private
 from app.embedded.home import reachable_copy, wheel_file
 from app.embedded.processes import ServiceFailed, log_tail
 from app.embedded.service import Service
+from app.logins import create_login
 
 OWNER = "marlaas"
 DATABASE = "marlaas"
@@ -79,12 +80,7 @@ class Postgres(Service):
         passwords = dict(zip(LOGINS, (self.credentials.postgres_service, self.credentials.postgres_api), strict=True))
         with self._connect(DATABASE) as owner:
             for login, role in LOGINS.items():
-                known = owner.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (login,)).fetchone()
-                verb = sql.SQL("ALTER" if known else "CREATE")
-                owner.execute(
-                    sql.SQL("{} ROLE {} LOGIN PASSWORD {}").format(verb, sql.Identifier(login), passwords[login])
-                )
-                owner.execute(sql.SQL("GRANT {} TO {}").format(sql.Identifier(role), sql.Identifier(login)))
+                create_login(owner, role, login, passwords[login])
 
     def url(self, user: str, password: str) -> str:
         return f"postgresql+psycopg://{user}:{password}@127.0.0.1:{self.port}/{DATABASE}"

@@ -91,6 +91,7 @@ class EmbeddedStack:
             "MARLAAS_S3_ACCESS_KEY": credentials.s3_access_key,
             "MARLAAS_S3_SECRET_KEY": credentials.s3_secret_key,
             "MARLAAS_S3_BUCKET": BUCKET,
+            "MARLAAS_SECRET_KEY": credentials.web_sessions,
         }
 
     def create_logins(self) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from app import storage
@@ -62,27 +63,40 @@ class AdapterVersion:
 
 def versions(session: Session, job: Job) -> list[AdapterVersion]:
     """All committed versions of a job, from 0."""
-    rows = session.execute(
+    rows = session.execute(_of_job(job).order_by(PolicyVersion.version))
+    return [_version(*row) for row in rows]
+
+
+def checkpoints(session: Session, job: Job, limit: int, before: int | None = None) -> tuple[list[AdapterVersion], bool]:
+    """(up to `limit` versions that steps made, newest first, all older than `before`; whether there are older ones)."""
+    statement = _of_job(job).where(PolicyVersion.version >= 1)
+    if before is not None:
+        statement = statement.where(PolicyVersion.version < before)
+    rows = session.execute(statement.order_by(PolicyVersion.version.desc()).limit(limit + 1)).all()
+    return [_version(*row) for row in rows[:limit]], len(rows) > limit
+
+
+def _of_job(job: Job) -> Select[Any]:
+    return (
         select(PolicyVersion, StoredObject, StepMetrics.metrics["reward_mean"].as_float())
         .join(StoredObject, StoredObject.id == PolicyVersion.adapter_object_id)
         .outerjoin(
             StepMetrics, (StepMetrics.job_id == PolicyVersion.job_id) & (StepMetrics.version == PolicyVersion.version)
         )
         .where(PolicyVersion.job_id == job.id)
-        .order_by(PolicyVersion.version)
     )
-    return [
-        AdapterVersion(
-            version=row.version,
-            created_at=row.created_at,
-            size=stored.size,
-            available=stored.state == ObjectState.LIVE,
-            signal=row.signal,
-            reward_mean=reward,
-            weights_digest=row.weights_digest,
-        )
-        for row, stored, reward in rows
-    ]
+
+
+def _version(row: PolicyVersion, stored: StoredObject, reward: float | None) -> AdapterVersion:
+    return AdapterVersion(
+        version=row.version,
+        created_at=row.created_at,
+        size=stored.size,
+        available=stored.state == ObjectState.LIVE,
+        signal=row.signal,
+        reward_mean=reward,
+        weights_digest=row.weights_digest,
+    )
 
 
 def manifest(session: Session, job: Job, version: int | None = None) -> Manifest:

@@ -365,11 +365,25 @@ def record_answers(session: Session, answers: Sequence[Answer]) -> int:
                 for a in map(by_id.__getitem__, moved)
             ],
         )
+        _flag(session, [by_id[i] for i in moved if by_id[i].flags])
         doorbells.ring_generations(session, moved)
     closed = _finish(session, finished)
     for round_id, count in Counter(closed).items():
         rounds.count_down(session, locked[round_id], count)
     return len(moved) + len(closed)
+
+
+def _flag(session: Session, answers: Sequence[Answer]) -> None:
+    """Keeps what was remarked on turns that are not the last; the caller has moved these episodes, so holds them."""
+    if answers:
+        said = [{"id": a.claim.episode_id, "flags": list(a.flags)} for a in answers]
+        session.execute(
+            text(
+                "UPDATE episodes e SET flags = coalesce(e.flags, '[]') || said.flags"
+                " FROM jsonb_to_recordset(CAST(:said AS jsonb)) AS said(id bigint, flags jsonb) WHERE e.id = said.id"
+            ),
+            {"said": json.dumps(said)},
+        )
 
 
 def _finish(session: Session, answers: Sequence[Answer]) -> list[int]:
@@ -386,7 +400,8 @@ def _finish(session: Session, answers: Sequence[Answer]) -> list[int]:
         text(
             _HELD.format(state="e.state = 'acting'")
             + "UPDATE episodes e SET state = 'finished', reward = said.reward, passed = said.passed,"
-            " truncated = said.truncated, flags = said.flags, lease_until = NULL, finished_at = clock_timestamp()"
+            " truncated = said.truncated, flags = nullif(coalesce(e.flags, '[]') || coalesce(said.flags, '[]'), '[]'),"
+            " lease_until = NULL, finished_at = clock_timestamp()"
             " FROM held JOIN jsonb_to_recordset(CAST(:said AS jsonb)) AS said(id bigint, reward float8, passed bool,"
             " truncated bool, flags jsonb) USING (id) WHERE e.id = held.id RETURNING e.round_id"
         ),

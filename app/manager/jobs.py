@@ -8,14 +8,14 @@ from datetime import timedelta
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import Select, Text, cast, func, select, text, update
+from sqlalchemy import Select, Text, case, cast, exists, func, select, text, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from app.errors import Conflict, InvalidRequest, NotFound
+from app.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
 from app.manager import base_models, doorbells, environments, events, rounds
 from app.models import Episode, Job, PolicyVersion, Round, Tenant
-from app.models.job import LIVE, TERMINAL, JobState, Wanted
+from app.models.job import LIVE, TERMINAL, JobKind, JobState, Wanted
 from app.models.round import IN_FLIGHT, RoundKind, RoundState
 from app.settings import get_settings
 from app.specs.job import JobSpec
@@ -58,7 +58,14 @@ def parse_spec(document: Mapping[str, Any]) -> JobSpec:
         raise InvalidRequest(summary(found), param=found[0][0] or None) from error
 
 
-def submit(session: Session, tenant: Tenant, spec: JobSpec, *, submit_key: str | None = None) -> Job:
+def submit(
+    session: Session,
+    tenant: Tenant,
+    spec: JobSpec,
+    *,
+    submit_key: str | None = None,
+    kind: JobKind = JobKind.TRAIN,
+) -> Job:
     """Creates a job and rings for its validation. The same `submit_key` again finds the first job."""
     if submit_key is not None:
         known = session.scalars(select(Job).where(Job.tenant_id == tenant.id, Job.submit_key == submit_key)).first()
@@ -68,8 +75,11 @@ def submit(session: Session, tenant: Tenant, spec: JobSpec, *, submit_key: str |
         raise Conflict(f"tenant {tenant.name!r} is suspended; an operator can lift that", param="tenant")
     base_models.check_fits(session, spec)
     environments.check(session, tenant.id, spec.environment)
+    if kind == JobKind.TRAIN:
+        _check_quota(session, tenant)
     job = Job(
         tenant_id=tenant.id,
+        kind=kind,
         name=spec.name,
         base_model=spec.base_model,
         spec=spec.model_dump(mode="json"),
@@ -85,6 +95,18 @@ def submit(session: Session, tenant: Tenant, spec: JobSpec, *, submit_key: str |
     events.record(session, job, "job_created", "created; its files and prompts are checked next")
     doorbells.ring_validation(session, job.id)
     return job
+
+
+def _check_quota(session: Session, tenant: Tenant) -> None:
+    """Under a lock of the tenant's submissions, so that two at once do not both take the last place."""
+    session.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(f"jobs:{tenant.id}", 0))))
+    live = select(func.count()).where(Job.tenant_id == tenant.id, Job.state.in_(LIVE), Job.kind == JobKind.TRAIN)
+    count = session.scalars(live).one()
+    if count >= tenant.max_live_jobs:
+        raise QuotaExceeded(
+            f"{count} jobs are queued, running or paused, and the tenant may have {tenant.max_live_jobs}; wait until"
+            " one ends, or cancel one"
+        )
 
 
 def begin(session: Session, job_id: uuid.UUID, state: JobState) -> Job | None:
@@ -109,14 +131,15 @@ def validated(session: Session, job_id: uuid.UUID) -> None:
         doorbells.ring_admission(session)
 
 
+# Preflights take no place of a running job: how many of them a tenant may have is settled when they are made.
 _STARTABLE = """
 SELECT id FROM (
-    SELECT j.id, j.created_at, t.max_running_jobs - (
-        SELECT count(*) FROM jobs r WHERE r.tenant_id = t.id AND r.state = 'running'
-    ) AS room, row_number() OVER (PARTITION BY t.id ORDER BY j.created_at, j.id) AS place
+    SELECT j.id, j.kind, j.created_at, t.max_running_jobs - (
+        SELECT count(*) FROM jobs r WHERE r.tenant_id = t.id AND r.state = 'running' AND r.kind = 'train'
+    ) AS room, row_number() OVER (PARTITION BY t.id, j.kind ORDER BY j.created_at, j.id) AS place
     FROM jobs j JOIN tenants t ON t.id = j.tenant_id
     WHERE j.state = 'queued' AND j.wanted = 'run' AND NOT t.suspended
-) queued WHERE place <= room ORDER BY created_at, id
+) queued WHERE kind = 'preflight' OR place <= room ORDER BY created_at, id
 """
 
 
@@ -141,7 +164,7 @@ def start_queued(session: Session) -> int:
 
 def _go_on(session: Session, job: Job) -> None:
     """Goes on where the job stood: opens its next round, or rings for the one whose trajectories are complete."""
-    rounds.ensure_train_round(session, job)
+    rounds.ensure_round(session, job)
     if session.scalars(live_train_round(job.id).where(Round.state == RoundState.READY)).first() is not None:
         doorbells.ring_training(session, job.base_model)
 
@@ -151,11 +174,13 @@ def live_train_round(job_id: uuid.UUID) -> Select[int]:
 
 
 def finish_done(session: Session) -> int:
-    """Ends running jobs whose last version is committed and whose evaluations are over."""
+    """Ends running jobs that have committed all that they are for, and whose evaluations are over."""
     n_steps = Job.spec["hyperparameters"]["n_steps"].as_integer()
-    done = session.scalars(
-        select(Job.id).where(Job.state == JobState.RUNNING, Job.version >= n_steps).order_by(Job.id)
-    ).all()
+    sampled = exists().where(
+        Round.job_id == Job.id, Round.kind == RoundKind.PREFLIGHT, Round.state == RoundState.COMMITTED
+    )
+    complete = case((Job.kind == JobKind.TRAIN, Job.version >= n_steps), else_=sampled)
+    done = session.scalars(select(Job.id).where(Job.state == JobState.RUNNING, complete).order_by(Job.id)).all()
     return sum(rounds.finish_if_done(session, lock_job(session, job_id)) for job_id in done)
 
 
@@ -179,6 +204,8 @@ def pause(session: Session, job_id: uuid.UUID) -> Job:
     job = lock_job(session, job_id)
     if job.state in TERMINAL:
         raise Conflict(f"job {job.id} is {job.state}; only a live job can be paused", param="job")
+    if job.kind == JobKind.PREFLIGHT:
+        raise Conflict("a preflight cannot be paused; cancel it", param="job")
     if job.wanted != Wanted.PAUSE:
         job.wanted = Wanted.PAUSE
         events.record(session, job, "pause_wanted", "pausing: running episodes and a started update still finish")
@@ -251,7 +278,8 @@ def warn(session: Session, job_id: uuid.UUID, code: str, message: str) -> None:
 
 
 def find_job(session: Session, name: str, tenant: Tenant | None = None) -> Job:
-    """A job by its id, by the start of its id (4 characters or more), or by its name if only one live job has it."""
+    """A job by its id, by the start of its id (4 characters or more), or by its name if only one live job has it.
+    Preflights are not among them."""
     wanted = name.strip().lower()
     rows: Sequence[Job] = []
     if len(wanted) >= 4:
@@ -267,7 +295,7 @@ def find_job(session: Session, name: str, tenant: Tenant | None = None) -> Job:
 
 
 def _visible(tenant: Tenant | None):  # type: ignore[no-untyped-def]
-    statement = select(Job)
+    statement = select(Job).where(Job.kind == JobKind.TRAIN)
     return statement if tenant is None else statement.where(Job.tenant_id == tenant.id)
 
 

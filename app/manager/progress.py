@@ -10,11 +10,11 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import func, select, text
+from sqlalchemy import and_, func, select, text
 from sqlalchemy.orm import Session
 
 from app.models import Episode, Job, Round, StepMetrics, Tenant
-from app.models.job import LIVE, TERMINAL, JobState, Wanted
+from app.models.job import LIVE, TERMINAL, JobKind, JobState, Wanted
 from app.models.round import EpisodeState, RoundKind, RoundState
 
 SPEED_WINDOW_SECONDS = 10.0
@@ -80,8 +80,8 @@ class LiveRound:
 
 
 def job_progress(session: Session, job_ids: Sequence[uuid.UUID] | None = None) -> list[JobProgress]:
-    """Progress of these jobs, or of all live ones, in order of creation (at most MOST_JOBS)."""
-    chosen = Job.state.in_(LIVE) if job_ids is None else Job.id.in_(job_ids)
+    """Progress of these jobs, or of all live ones but preflights, in order of creation (at most MOST_JOBS)."""
+    chosen = Job.id.in_(job_ids) if job_ids is not None else and_(Job.kind == JobKind.TRAIN, Job.state.in_(LIVE))
     now = func.clock_timestamp()
     rows = session.execute(
         select(Job, Tenant.name, func.extract("epoch", func.coalesce(Job.finished_at, now) - Job.created_at))
@@ -130,7 +130,7 @@ def phase_of(job: Job, live: LiveRound | None) -> Phase:
         return Phase.BUFFERED
     if live.state == RoundState.TRAINING:
         return Phase.TRAINING
-    if live.kind != RoundKind.TRAIN:
+    if live.kind == RoundKind.EVAL:
         return Phase.EVALUATING
     generating = live.episodes[EpisodeState.GENERATING]
     acting = live.episodes[EpisodeState.ACTING] + live.episodes[EpisodeState.RESETTING]
@@ -206,7 +206,7 @@ def _ready_places(session: Session) -> dict[uuid.UUID, int]:
 def _queue_places(session: Session) -> dict[uuid.UUID, int]:
     rows = session.execute(
         select(Job.id, Job.tenant_id)
-        .where(Job.state == JobState.QUEUED, Job.wanted == Wanted.RUN)
+        .where(Job.kind == JobKind.TRAIN, Job.state == JobState.QUEUED, Job.wanted == Wanted.RUN)
         .order_by(Job.created_at, Job.id)
     )
     return _places(rows.all())

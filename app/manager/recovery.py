@@ -11,7 +11,7 @@ from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
 from app.db import after_commit, transaction
-from app.manager import doorbells, jobs, rounds
+from app.manager import doorbells, jobs, preflight, rounds
 from app.models import Episode, Round
 from app.models.round import OPEN, EpisodeState, RoundState
 from app.settings import get_settings
@@ -28,6 +28,7 @@ def sweep() -> dict[str, int]:
             done[part.__name__] = part(session)
     done["ring_unstarted"] = ring_unstarted()
     done["settle_jobs"] = settle_jobs()
+    done["expire_preflights"] = preflight.expire_late()
     return {name: count for name, count in done.items() if count}
 
 
@@ -203,8 +204,4 @@ def settle_jobs() -> int:
 
 def settle(session: Session, job_id: uuid.UUID) -> bool:
     job = jobs.lock_job(session, job_id)
-    return (
-        jobs.settle_pause(session, job)
-        or rounds.finish_if_done(session, job)
-        or rounds.ensure_round(session, job)
-    )
+    return jobs.settle_pause(session, job) or rounds.finish_if_done(session, job) or rounds.ensure_round(session, job)

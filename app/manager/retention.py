@@ -31,6 +31,7 @@ def retain() -> dict[str, int]:
     for part in (
         expire_optimizers,
         expire_adapters,
+        expire_preflights,
         expire_orphans,
         roll_up_usage,
         delete_old_spans,
@@ -99,6 +100,29 @@ def expire_adapters(session: Session) -> int:
     return count
 
 
+def expire_preflights(session: Session) -> int:
+    """What ended preflights sampled with: fresh adapters, of no use to anybody."""
+    statement = text(
+        "WITH old AS (SELECT o.id FROM objects o JOIN jobs j ON j.id = o.job_id"
+        "  WHERE o.state = 'live' AND j.kind = 'preflight' AND j.finished_at IS NOT NULL"
+        "  ORDER BY o.id LIMIT :batch FOR NO KEY UPDATE OF o SKIP LOCKED)"
+        " UPDATE objects o SET state = 'expired', state_at = now() FROM old WHERE o.id = old.id"
+    )
+    return _count(session, statement, {"batch": BATCH})
+
+
+def expire_archives(session: Session) -> int:
+    """Zips of adapters that are gone. Its maker holds the weights' lock: no zip comes to life after them."""
+    statement = text(
+        "WITH old AS (SELECT z.id FROM objects z WHERE z.kind = 'adapter_zip' AND z.state = 'live' AND NOT EXISTS ("
+        "  SELECT FROM objects w WHERE w.kind = 'adapter_model' AND w.job_id = z.job_id AND w.version = z.version"
+        "  AND w.state = 'live')"
+        " ORDER BY z.id LIMIT :batch FOR NO KEY UPDATE OF z SKIP LOCKED)"
+        " UPDATE objects o SET state = 'expired', state_at = now() FROM old WHERE o.id = old.id"
+    )
+    return _count(session, statement, {"batch": BATCH})
+
+
 def _count(session: Session, statement: Executable, parameters: Mapping[str, Any]) -> int:
     return session.execute(statement, parameters).rowcount  # type: ignore[attr-defined]
 
@@ -142,10 +166,11 @@ def roll_up_usage(session: Session) -> int:
     """Adds the ledger's entries of days that are over to the days' sums and removes them, in one statement."""
     return session.execute(
         text(
-            "WITH old AS (DELETE FROM usage WHERE created_at < date_trunc('day', now()) - interval '1 day' RETURNING *)"
+            "WITH old AS (DELETE FROM usage"
+            " WHERE created_at < date_trunc('day', now(), 'UTC') - interval '1 day' RETURNING *)"
             " INSERT INTO usage_days AS d"
-            " SELECT tenant_id, job_id, created_at::date, sum(prompt_tokens), sum(generated_tokens),"
-            " sum(trained_tokens), sum(busy_seconds) FROM old GROUP BY 1, 2, 3"
+            " SELECT tenant_id, job_id, (created_at AT TIME ZONE 'UTC')::date, sum(prompt_tokens),"
+            " sum(generated_tokens), sum(trained_tokens), sum(busy_seconds) FROM old GROUP BY 1, 2, 3"
             " ON CONFLICT (tenant_id, job_id, day) DO UPDATE SET"
             " prompt_tokens = d.prompt_tokens + excluded.prompt_tokens,"
             " generated_tokens = d.generated_tokens + excluded.generated_tokens,"

@@ -19,17 +19,25 @@ from app.models import ApiKey, Tenant
 SCOPES = ("read", "write")
 MAX_WEIGHT = 1e6
 MAX_QUOTA = 2**31 - 1
+MAX_BYTES = 2**50
+
+# The columns of a tenant that limit it, each with the most that it may be.
+QUOTAS = {
+    "max_running_jobs": MAX_QUOTA,
+    "max_live_jobs": MAX_QUOTA,
+    "max_inflight_episodes": MAX_QUOTA,
+    "max_chat_requests": MAX_QUOTA,
+    "requests_per_minute": MAX_QUOTA,
+    "max_file_bytes": MAX_BYTES,
+}
 
 
-def create_tenant(
-    session: Session, name: str, *, weight: float = 1.0, max_running_jobs: int = 4, max_inflight_episodes: int = 256
-) -> Tenant:
+def create_tenant(session: Session, name: str, *, weight: float = 1.0, **quotas: int) -> Tenant:
+    """`quotas` are of QUOTAS; the others have their defaults. Raises InvalidRequest, Conflict."""
     if not name or len(name) > 64 or not name.isprintable():
         raise InvalidRequest("a tenant's name has 1 to 64 printable characters", param="name")
-    _check_limits(weight, {"max_running_jobs": max_running_jobs, "max_inflight_episodes": max_inflight_episodes})
-    tenant = Tenant(
-        name=name, weight=weight, max_running_jobs=max_running_jobs, max_inflight_episodes=max_inflight_episodes
-    )
+    _check_limits(weight, quotas)
+    tenant = Tenant(name=name, weight=weight, **quotas)
     try:
         with session.begin_nested():
             session.add(tenant)
@@ -43,14 +51,12 @@ def change_tenant(
     tenant: Tenant,
     *,
     weight: float | None = None,
-    max_running_jobs: int | None = None,
-    max_inflight_episodes: int | None = None,
     suspended: bool | None = None,
+    **quotas: int | None,
 ) -> Tenant:
     """Changes what is given and rings for admission, as work may be let in now that was not before."""
-    changes = {"max_running_jobs": max_running_jobs, "max_inflight_episodes": max_inflight_episodes}
-    _check_limits(weight, changes)
-    for field, value in (changes | {"weight": weight, "suspended": suspended}).items():
+    _check_limits(weight, quotas)
+    for field, value in (quotas | {"weight": weight, "suspended": suspended}).items():
         if value is not None:
             setattr(tenant, field, value)
     doorbells.ring_admission(session)
@@ -61,8 +67,8 @@ def _check_limits(weight: float | None, quotas: Mapping[str, int | None]) -> Non
     if weight is not None and not 0 < weight <= MAX_WEIGHT:
         raise InvalidRequest(f"weight must be above 0 and at most {MAX_WEIGHT:g}", param="weight")
     for field, quota in quotas.items():
-        if quota is not None and not 0 <= quota <= MAX_QUOTA:
-            raise InvalidRequest(f"{field} must be 0 to {MAX_QUOTA}", param=field)
+        if quota is not None and not 0 <= quota <= QUOTAS[field]:
+            raise InvalidRequest(f"{field} must be 0 to {QUOTAS[field]}", param=field)
 
 
 def find_tenant(session: Session, name: str) -> Tenant:

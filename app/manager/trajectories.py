@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import operator
+import re
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Row, Select, func, select, tuple_
+from sqlalchemy import Row, func, select, tuple_
 from sqlalchemy.orm import Session
 
 from app.errors import NotFound
 from app.models import Episode, Group, Job, Round, Turn
-from app.models.round import RoundKind, RoundState
+from app.models.round import RoundKind, RoundState, TurnKind
 
 Messages = list[dict[str, Any]]
+
+FIRST_ROUNDS, MOST_ROUNDS = 8, 512  # looked through in one statement, for a page of episodes
+TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCallView:
+    """A tool call as the policy wrote it; it may be none that any tool takes."""
+
+    text: str
+    name: str | None  # None: not what a call looks like
+    arguments: Any
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,23 @@ class TurnView:
     tokens: int  # sampled
     finish_reason: str | None
     seconds: float
+
+    @property
+    def tool_calls(self) -> list[ToolCallView]:
+        """Of a turn of the policy, in order, well or badly formed."""
+        if self.kind != TurnKind.POLICY:
+            return []
+        return [_tool_call(text) for message in self.messages for text in TOOL_CALL.findall(message["content"])]
+
+
+def _tool_call(text: str) -> ToolCallView:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        call = None
+    if isinstance(call, dict) and isinstance(call.get("name"), str):
+        return ToolCallView(text, call["name"], call.get("arguments"))
+    return ToolCallView(text, None, None)
 
 
 @dataclass(frozen=True)
@@ -156,45 +187,57 @@ def episodes_page(
     Bounds of the reward are inclusive; an episode without a reward is within none. Raises NotFound when `after` is not
     an episode of the job.
     """
-    filters = [
-        (Round.policy_version, operator.eq, version),
-        (Round.kind, operator.eq, kind),
-        (Episode.reward, operator.ge, min_reward),
-        (Episode.reward, operator.le, max_reward),
-        (Episode.passed, operator.eq, passed),
-        (Episode.state, operator.eq, state),
-    ]
-    statement = _episodes(job).where(*(meets(column, v) for column, meets, v in filters if v is not None))
+    of_rounds = _meeting((Round.policy_version, operator.eq, version), (Round.kind, operator.eq, kind))
+    rounds = select(Round.id).where(Round.job_id == job.id, *of_rounds).order_by(Round.id)
+    episodes = _EPISODES.where(
+        Episode.tenant_id == job.tenant_id,
+        *_meeting(
+            (Episode.reward, operator.ge, min_reward),
+            (Episode.reward, operator.le, max_reward),
+            (Episode.passed, operator.eq, passed),
+            (Episode.state, operator.eq, state),
+        ),
+    )
+    first_round = 0
     if after:
-        statement = statement.where(_behind(session, job, after))
-    rows = session.execute(statement.limit(limit + 1)).all()
+        place = _place(session, job, after)
+        first_round = place.round_id
+        episodes = episodes.where(tuple_(Episode.round_id, Episode.group_id, Episode.index) > tuple_(*place))
+    rows: list[Row[Any]] = []
+    # A few rounds at a time, as they lie in the index: in one statement the planner may walk all jobs' episodes.
+    some = FIRST_ROUNDS
+    while len(rows) <= limit and (part := session.scalars(rounds.where(Round.id >= first_round).limit(some)).all()):
+        rows += session.execute(episodes.where(Episode.round_id.in_(part)).limit(limit + 1 - len(rows)))
+        first_round, some = part[-1] + 1, min(2 * some, MOST_ROUNDS)
     shown = rows[:limit]
     turns = _turns(session, {row.Episode.round_id for row in shown}, [row.Episode.id for row in shown])
     return EpisodesPage([_episode_row(row, turns) for row in shown], has_more=len(rows) > limit)
 
 
-def _episodes(job: Job) -> Select[Any]:
-    return (
-        select(Episode, Round.kind, Group.index.label("prompt_index"), Group.item, Group.messages, Group.tools)
-        .join(Round, Round.id == Episode.round_id)
-        .join(Group, Group.id == Episode.group_id)
-        .where(Round.job_id == job.id, Episode.tenant_id == job.tenant_id)
-        .order_by(Episode.round_id, Episode.group_id, Episode.index)
-    )
+_EPISODES = (
+    select(Episode, Round.kind, Group.index.label("prompt_index"), Group.item, Group.messages, Group.tools)
+    .join(Round, Round.id == Episode.round_id)
+    .join(Group, Group.id == Episode.group_id)
+    .order_by(Episode.round_id, Episode.group_id, Episode.index)
+)
 
 
-def _behind(session: Session, job: Job, episode_id: int) -> Any:
-    """The condition that an episode comes after this one. The round's bound alone lets the index skip earlier ones."""
-    last = session.execute(
+def _meeting(*filters: tuple[Any, Callable[[Any, Any], Any], Any]) -> list[Any]:
+    """The conditions of those (column, comparison, value) whose value is given."""
+    return [compare(column, value) for column, compare, value in filters if value is not None]
+
+
+def _place(session: Session, job: Job, episode_id: int) -> Any:
+    place = session.execute(
         select(Episode.round_id, Episode.group_id, Episode.index)
         .join(Round, Round.id == Episode.round_id)
         .where(Episode.id == episode_id, Round.job_id == job.id)
     ).first()
-    if last is None:
+    if place is None:
         raise NotFound(
             f"job {job.name} has no episode {episode_id}; give `after` the id of one that was listed", param="after"
         )
-    return (Round.id >= last.round_id) & (tuple_(Episode.round_id, Episode.group_id, Episode.index) > tuple_(*last))
+    return place
 
 
 def _episode_row(row: Row[Any], turns: dict[int, list[TurnView]]) -> EpisodeRow:

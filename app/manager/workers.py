@@ -83,6 +83,15 @@ def live_workers(session: Session, kind: WorkerKind | None = None) -> Sequence[W
     return session.scalars(statement.order_by(Worker.name)).all()
 
 
+def list_workers(session: Session) -> list[Worker]:
+    """All that were seen within the last day, and those that were stopped since."""
+    return list(
+        session.scalars(
+            select(Worker).where(Worker.seen_at > func.now() - timedelta(days=2)).order_by(Worker.kind, Worker.name)
+        )
+    )
+
+
 def set_draining(session: Session, name: str, draining: bool) -> None:
     """A draining worker finishes what it holds and is given nothing more."""
     found = session.execute(update(Worker).where(Worker.name == name).values(draining=draining)).rowcount  # type: ignore[attr-defined]

@@ -22,6 +22,7 @@ class UsageEntry(Base):
     __table_args__ = (
         UniqueConstraint("round_id", "episode_id", "turn", "attempt"),
         Index("ix_usage_created", "created_at"),
+        Index("ix_usage_tenant_created", "tenant_id", "created_at"),
     )
 
     id: Mapped[BigKey]

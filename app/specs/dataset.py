@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, IO, NoReturn
 
 from app.errors import InvalidRequest
+from app.specs import plain_json
 
 MAX_FILE_BYTES = 512 << 20
 MAX_LINE_BYTES = 1 << 20
@@ -16,7 +16,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def read_items(
-    stream: BinaryIO, max_bytes: int = MAX_FILE_BYTES, max_items: int = MAX_ITEMS
+    stream: IO[bytes], max_bytes: int = MAX_FILE_BYTES, max_items: int = MAX_ITEMS
 ) -> Iterator[dict[str, Any]]:
     """Yields the items of a JSONL stream, holding one line at a time.
 
@@ -62,19 +62,9 @@ def check_item(item: Any, number: int) -> dict[str, Any]:
 
 def _parse(line: bytes, number: int) -> Any:
     try:
-        text = line.decode()
-    except UnicodeDecodeError as error:
-        _refuse(number, None, f"is not UTF-8 (byte {error.start})")
-    if "\\u0000" in text:  # PostgreSQL's JSON cannot hold it
-        _refuse(number, None, "holds a NUL character")
-    try:
-        return json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        _refuse(number, None, f"is not JSON: {error}")
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+        return plain_json.parse(line)
+    except ValueError as error:
+        _refuse(number, None, str(error))
 
 
 def _refuse(number: int, field: str | None, what: str) -> NoReturn:

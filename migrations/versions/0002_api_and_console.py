@@ -124,6 +124,7 @@ def upgrade() -> None:
         postgresql_where=sa.text("key IS NOT NULL"),
     )
     op.create_index("ix_jobs_created", "jobs", ["created_at", "id"], unique=False)
+    op.create_index("ix_usage_tenant_created", "usage", ["tenant_id", "created_at"], unique=False)
     op.execute(GRANTS)
     for table in ("audit_log", "idempotency_keys"):
         op.execute(f"ALTER TABLE {table} ENABLE ROW LEVEL SECURITY")
@@ -144,6 +145,7 @@ def _check(table: str, name: str, condition: str) -> None:
 
 def downgrade() -> None:
     op.execute(OLD_KEY_LOOKUP)
+    op.drop_index("ix_usage_tenant_created", table_name="usage")
     op.drop_index("ix_jobs_created", table_name="jobs")
     op.drop_table("idempotency_keys")
     op.drop_table("audit_log")

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
+from apiflask import APIFlask
+from flask.testing import FlaskClient
 from sqlalchemy import text
 
 from app import broker, db
 from app.models import Base, Tenant
 from app.settings import Settings, get_settings
+from app.web import create_app
 from tests import by_hand
+from tests.api_client import client_with, make_key, serving
 
 
 class Bells(list[tuple[str, dict[str, Any]]]):
@@ -58,3 +63,28 @@ def tenant(hand: None) -> Tenant:
 def settings(hand: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Settings]:
     """Settings of this test alone, to be changed by `monkeypatch.setattr`."""
     yield get_settings()
+
+
+@pytest.fixture(scope="session")
+def web_app(database: str) -> APIFlask:
+    return create_app()
+
+
+@pytest.fixture
+def client(web_app: APIFlask, tenant: Tenant) -> FlaskClient:
+    """Calls the API with a key of `tenant`."""
+    return client_with(web_app, make_key(tenant))
+
+
+@pytest.fixture(scope="session")
+def server(web_app: APIFlask) -> Iterator[str]:
+    """The URL of the web process, on loopback."""
+    with serving(web_app) as url:
+        yield url
+
+
+@pytest.fixture
+def openai_client(server: str, tenant: Tenant) -> Iterator[openai.OpenAI]:
+    """The unmodified client of OpenAI, with a key of `tenant`."""
+    with openai.OpenAI(base_url=f"{server}/v1", api_key=make_key(tenant), max_retries=0) as client:
+        yield client

@@ -55,7 +55,7 @@ def test_a_bad_line_is_named_with_its_field(bad: object, where: str) -> None:
     [
         (b"{not json}\n", "line 1 is not JSON"),
         (b'{"messages": NaN}\n', "line 1 is not JSON: NaN"),
-        (b"[" * 100_000 + b"\n", "line 1 is not JSON"),
+        (b"[" * 100_000 + b"\n", "line 1 is nested deeper"),
         (b"\xff\n", "line 1 is not UTF-8"),
         (b"", "holds no items"),
         (b"\n\n", "holds no items"),

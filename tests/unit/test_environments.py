@@ -5,6 +5,7 @@ import json
 import pytest
 
 from app.errors import EnvironmentFault, InvalidRequest
+from workers.tools import dataset_env
 from workers.tools.calculator_env import CalculatorEnvironment
 from workers.tools.dataset_env import DatasetEnvironment
 from workers.tools.environment import JSON, Action, Outcome, Split
@@ -262,6 +263,7 @@ def dataset(grader: JSON, items: list[JSON] | None = None, **params: object) -> 
 
 
 EXACT: JSON = {"type": "string_check", "reference": "{{ item.answer }}"}
+NUMBER: JSON = {"type": "python", "source": "def grade(sample, item): return float(sample['output_text'])"}
 
 
 def reward(grader: JSON, text: str, **fields: object) -> float | None:
@@ -311,10 +313,10 @@ def test_templates_reach_into_items_and_are_filled_in_once() -> None:
         (EXACT | {"reference": "{{ item.answer.x }}"}, "line 1: there is no item.answer.x"),
         (EXACT | {"reference": "{{ item.answer "}, "only"),
         (EXACT | {"reference": "{{ item.answer | upper }}"}, "only"),
-        (EXACT | {"reference": "{{ sample.output_json }}"}, "no sample.output_json"),
+        (EXACT | {"reference": "{{ sample.output_tools }}"}, "no sample.output_tools"),
         (EXACT | {"reference": "{{ cycler.__init__ }}"}, "only"),
         (EXACT | {"operation": "matches"}, "operation"),
-        ({"type": "python"}, "type"),
+        ({"type": "python"}, "source"),
         ({"type": "multi", "graders": {"exact": EXACT}, "calculate_output": "exact + other"}, "calculate_output"),
     ],
 )
@@ -324,9 +326,33 @@ def test_a_wrong_grader_is_refused_with_its_field(grader: JSON, message: str) ->
     assert str(caught.value.param).startswith("environment.params.grader")
 
 
-def test_a_grader_that_cannot_say_is_a_fault() -> None:
-    with pytest.raises(EnvironmentFault, match="calculate_output: float division by zero"):
-        reward({"type": "multi", "graders": {"exact": EXACT}, "calculate_output": "1 / exact"}, "9")
+def outcomes(grader: JSON, *texts: str) -> list[Outcome]:
+    environment = dataset(grader)
+    state = environment.reset(0, "train").state
+    return [environment.step(state, say(text), 0) for text in texts]
+
+
+def test_an_answer_on_which_the_grader_fails_is_a_bad_answer() -> None:
+    grader = {"type": "multi", "graders": {"n": NUMBER}, "calculate_output": "1 / n", "invalid_grade": -1}
+    good, bad = outcomes(grader, "4", "0")
+    assert (good.reward, good.flags) == (0.25, ())
+    assert (bad.reward, bad.passed, bad.flags) == (-1.0, False, ("grader_error",))
+
+
+def test_an_answer_of_another_form_is_a_bad_answer() -> None:
+    grader = EXACT | {"input": "{{ sample.output_json.answer }}", "reference": "8"}
+    assert [(o.reward, o.flags) for o in outcomes(grader, '{"answer": 8}', "8", '{"result": 8}')] == [
+        (1.0, ()),
+        (0.0, ("unscorable",)),
+        (0.0, ("unscorable",)),
+    ]
+
+
+def test_a_grader_that_fails_on_all_of_the_first_answers_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dataset_env, "MAX_FAILURES", 3)
+    assert [o.flags for o in outcomes(NUMBER, "a", "b", "1", *"cdefg")].count(("grader_error",)) == 7
+    with pytest.raises(EnvironmentFault, match="failed on each of the first 3 answers: ValueError: could not convert"):
+        outcomes(NUMBER, "a", "b", "c", "1")
 
 
 def test_an_unreadable_reference_is_a_fault() -> None:

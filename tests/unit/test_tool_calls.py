@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.tools.arithmetic import evaluate, format_number
+from app.specs.arithmetic import evaluate, format_number
 from workers.tools.tool_calls import MalformedToolCall, ToolCall, format_tool_call, parse_tool_call
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "12*7"}}</tool_call>'

@@ -113,13 +113,21 @@ class Chat:
         ids = self._encode(self._after_reply([self._escape_message(message, table) for message in messages]), table)
         return ids[1:] if sampled and ids[0] == sampled[-1] and ids[0] in self.stop_ids else ids
 
+    def encode(self, text: str) -> list[int]:
+        """Ids of bare text, with what the tokenizer itself puts around it; no control text becomes a control token."""
+        return self._text.encode(text, add_special_tokens=True).ids
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What the ids stand for, control tokens as text."""
+        return self._text.decode(list(ids), skip_special_tokens=False)
+
     def decode(self, sampled: Sequence[int]) -> str:
         """Text of a sampled turn without its stop token. Other control tokens are kept, as text."""
         ids = list(sampled)
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
         # PostgreSQL's text cannot hold a NUL.
-        return self._text.decode(ids, skip_special_tokens=False).replace("\x00", "\ufffd")
+        return self.text(ids).replace("\x00", "\ufffd")
 
     def _after_reply(self, messages: list[dict[str, str]]) -> str:
         """What the template writes after an assistant's reply when `messages` follow it."""

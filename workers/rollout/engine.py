@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
+Pool = Literal["rollout", "chat"]  # each has rows and adapter slots of its own, so that neither starves the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class GenerationRequest:
     token_ids: Sequence[int]
     adapter: str | None  # key given to `load_adapter`; None: the base model
     sampling: SamplingParams
-    priority: int = 0  # lower goes first; returning turns go before new episodes
+    priority: int = 0  # lower goes first in its pool; returning turns go before new episodes
+    pool: Pool = "rollout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,15 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    slots: int  # rows the engine can decode at once
+    """Slots, running and waiting requests are those of the rollout pool, unless their names say chat."""
+
+    slots: int  # rows decoded at once
     running: int
     waiting: int
     adapter_slots: int
+    chat_slots: int = 0  # rows, and adapter slots, beside those
+    chat_running: int = 0
+    chat_waiting: int = 0
     resident: dict[str, str] = field(default_factory=dict)  # adapter key -> weights digest
     steps: int = 0  # decode steps since start: progress, for leases
     generated_tokens: int = 0

@@ -2,6 +2,7 @@
 
 One thread owns the model. Each step admits waiting requests into a wave, prefills one chunk of the wave, and decodes
 one token for every live row. Live rows are always cache rows 0..n-1: the last one moves into the gap of a leaving one.
+Rollouts and chat share the batch, but each pool has its own share of rows and adapter slots.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import heapq
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import torch
 from app.errors import AdapterInvalid, InfrastructureFault, InvalidRequest, MarlaasError
 from workers.rollout.attention import DecodeAttention, KVCache, PrefillAttention, Span
 from workers.rollout.decoder import Decoder
-from workers.rollout.engine import EngineStats, FinishReason, GenerationRequest, GenerationResult
+from workers.rollout.engine import EngineStats, FinishReason, GenerationRequest, GenerationResult, Pool
 from workers.rollout.sampling import RowParams, Sampled, random_stream, sample
 from workers.rollout.slots import AdapterBatch, AdapterRows, AdapterSlots, Slot
 
@@ -97,6 +98,14 @@ class Prompt:
     logits: torch.Tensor | None = None  # [vocab], once all of it is
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one pool may use at once."""
+
+    rows: int
+    adapters: int
+
+
 @dataclass(eq=False)
 class Wave:
     """Prompts that are prefilled together, in the cache rows from `base` on, above the live rows."""
@@ -118,19 +127,27 @@ class TorchEngine:
         kv_tokens: int,
         max_lora_rank: int,
         threads: int,
+        chat_slots: int = 0,
     ) -> None:
-        """`slots`: rows decoded at once; `kv_tokens`: cache of all rows; `threads`: of torch, in the decode thread."""
+        """`slots`: rollouts decoded at once; `kv_tokens`: cache of their rows; `threads`: of torch, in the decode
+        thread; `chat_slots`: rows of the same length, and adapter slots, for the chat pool beside those."""
         torch.set_num_threads(1)
         self.decoder = Decoder(model_path, dtype, rows=slots)
         self.max_length = min(self.decoder.context, kv_tokens // slots)  # of one request, prompt included
         layers = len(self.decoder.layers)
-        self._cache = KVCache(layers, slots, self.decoder.kv_heads, self.max_length, self.decoder.head_dim, dtype)
-        self._adapters = AdapterSlots(adapter_slots, self.decoder.shapes, layers, dtype, max_lora_rank)
-        self._adapter_slots = adapter_slots
-        self._slots = slots
+        rows = slots + chat_slots
+        self._cache = KVCache(layers, rows, self.decoder.kv_heads, self.max_length, self.decoder.head_dim, dtype)
+        self._adapters = AdapterSlots(adapter_slots + chat_slots, self.decoder.shapes, layers, dtype, max_lora_rank)
+        self._shares: dict[Pool, Share] = {
+            "rollout": Share(slots, adapter_slots),
+            "chat": Share(chat_slots, chat_slots),
+        }
+        self._turns: deque[Pool] = deque(self._shares)  # the first one is the first to fill the next wave
 
         self._wake = threading.Condition()  # guards the five below
-        self._waiting: list[tuple[int, int, Row]] = []  # heap of priority, order of arrival, row
+        self._waiting: dict[Pool, list[tuple[int, int, Row]]] = {  # heaps of priority, order of arrival, row
+            pool: [] for pool in self._shares
+        }
         self._requests: dict[str, Row] = {}
         self._order = count()
         self._aborts = False  # a request was aborted since the last step
@@ -169,7 +186,7 @@ class TorchEngine:
                 row.future.set_exception(InvalidRequest(f"request {request.id} is already live", param="id"))
             else:
                 self._requests[request.id] = row
-                heapq.heappush(self._waiting, (request.priority, next(self._order), row))
+                heapq.heappush(self._waiting[request.pool], (request.priority, next(self._order), row))
                 self._wake.notify()
         return row.future
 
@@ -189,12 +206,16 @@ class TorchEngine:
         with self._wake:
             now = time.monotonic()
             recent = [(when, tokens) for when, tokens in self._recent if now - when <= RATE_SECONDS]
-            waiting = len(self._waiting)
+            waiting = {pool: len(heap) for pool, heap in self._waiting.items()}
+            live = Counter(row.request.pool for row in self._requests.values())
             return EngineStats(
-                slots=self._slots,
-                running=len(self._requests) - waiting,
-                waiting=waiting,
-                adapter_slots=self._adapter_slots,
+                slots=self._shares["rollout"].rows,
+                running=live["rollout"] - waiting["rollout"],
+                waiting=waiting["rollout"],
+                adapter_slots=self._shares["rollout"].adapters,
+                chat_slots=self._shares["chat"].rows,
+                chat_running=live["chat"] - waiting["chat"],
+                chat_waiting=waiting["chat"],
                 resident=self._adapters.resident(),
                 steps=self._steps,
                 generated_tokens=self._generated,
@@ -211,6 +232,8 @@ class TorchEngine:
 
     def _check(self, request: GenerationRequest) -> None:
         ids, sampling = request.token_ids, request.sampling
+        if not self._shares[request.pool].rows:
+            raise InvalidRequest(f"this engine has no rows for the {request.pool} pool", param="pool")
         if not ids or min(ids) < 0 or max(ids) >= self.decoder.vocab_size:
             raise InvalidRequest(f"token_ids must be 1 or more ids under {self.decoder.vocab_size}", param="token_ids")
         if sampling.max_tokens < 1:
@@ -254,7 +277,8 @@ class TorchEngine:
                         self._recent.popleft()
             with self._wake:
                 rows = list(self._requests.values())
-                self._waiting.clear()
+                for heap in self._waiting.values():
+                    heap.clear()
             self._fail(rows, InfrastructureFault("the engine was closed"))
 
     def _step(self) -> None:
@@ -271,34 +295,50 @@ class TorchEngine:
     def _drop_aborted(self) -> None:
         with self._wake:
             self._aborts = False
-            dropped = [row for _, _, row in self._waiting if row.aborted]
-            self._waiting = [entry for entry in self._waiting if not entry[2].aborted]
-            heapq.heapify(self._waiting)
+            dropped = []
+            for pool, heap in self._waiting.items():
+                dropped += [row for _, _, row in heap if row.aborted]
+                self._waiting[pool] = [entry for entry in heap if not entry[2].aborted]
+                heapq.heapify(self._waiting[pool])
         self._end(dropped)
         self._leave()
 
     def _admit(self) -> None:
-        """Takes waiting requests, in order, into a new wave, while rows, adapter slots and prefill tokens last.
+        """Takes waiting requests into a new wave; the pools take turns in who is the first to fill it."""
+        wave = Wave(base=len(self._rows), prompts=[])
+        self._turns.rotate()
+        for pool in self._turns:
+            self._fill(wave, pool)
+        self._wave = wave if wave.prompts else None
+
+    def _fill(self, wave: Wave, pool: Pool) -> None:
+        """Adds a pool's waiting requests, in order, while its rows, its adapter slots and prefill tokens last.
 
         A prompt that shares a prefix with one of the wave is held for the next wave, where it copies the prefix.
-        The first request whose adapter finds no slot stops the wave: else a stream of others could starve it.
+        The first request whose adapter finds no slot is the last: else a stream of others could starve it.
         """
-        base = len(self._rows)
-        prompts: list[Prompt] = []
+        share, prompts = self._shares[pool], wave.prompts
+        mine = [row for row in self._rows if row.request.pool == pool]
+        free = share.rows - len(mine)
+        adapters = {row.request.adapter for row in mine if row.request.adapter}
+        tokens = sum(len(prompt.token_ids) - prompt.filled for prompt in prompts)
         held: list[tuple[int, int, Row]] = []
-        free, tokens = self._slots - base, 0
-        while free and tokens < PREFILL_TOKENS and len(held) < self._slots:
+        while free and tokens < PREFILL_TOKENS and len(held) < share.rows:
             with self._wake:
-                if not self._waiting:
+                if not self._waiting[pool]:
                     break
-                entry = heapq.heappop(self._waiting)
+                entry = heapq.heappop(self._waiting[pool])
             row = entry[2]
+            adapter = row.request.adapter
+            if adapter and adapter not in adapters and len(adapters) == share.adapters:
+                held.append(entry)
+                break
             try:
-                slot = row.slot = self._adapters.acquire(row.request.adapter) if row.request.adapter else None
+                slot = row.slot = self._adapters.acquire(adapter) if adapter else None
             except Exception as error:
                 self._fail([row], error if isinstance(error, MarlaasError) else InfrastructureFault(repr(error)))
                 continue
-            if slot is None and row.request.adapter:
+            if slot is None and adapter:
                 held.append(entry)
                 break
             ids = list(row.request.token_ids)
@@ -313,14 +353,15 @@ class TorchEngine:
                         self._adapters.release(slot)
                     held.append(entry)
                     continue
-                self._cache.copy(source, base + len(prompts), shared)
+                self._cache.copy(source, wave.base + len(prompts), shared)
                 prompts.append(Prompt(ids, slot, [row], filled=shared))
                 tokens += len(ids) - shared
             free -= 1
+            if adapter:
+                adapters.add(adapter)
         with self._wake:
             for entry in held:
-                heapq.heappush(self._waiting, entry)
-        self._wave = Wave(base, prompts) if prompts else None
+                heapq.heappush(self._waiting[pool], entry)
 
     def _cached_prefix(self, ids: list[int], slot: Slot | None) -> tuple[int, int]:
         """The live row whose prompt shares most with `ids` under the same adapter, and how many tokens are shared.

@@ -28,6 +28,7 @@ from workers.retry import retried
 from workers.rollout.adapters import AdapterStore
 from workers.rollout.chat import Chat
 from workers.rollout.engine import Engine, GenerationRequest, GenerationResult, SamplingParams
+from workers.rollout.serving import Serving
 from workers.rollout.torch_engine import TorchEngine
 from workers.runtime import Runtime, Watchdog, runtime
 
@@ -70,21 +71,28 @@ class RolloutWorker:
             kv_tokens=settings.engine_kv_tokens,
             max_lora_rank=settings.max_lora_rank,
             threads=settings.rollout_threads,
+            chat_slots=settings.engine_chat_slots,
         )
-        self.adapters = AdapterStore(self.engine, ObjectCache(), keep=4 * settings.engine_adapter_slots)
+        keep = 4 * (settings.engine_adapter_slots + settings.engine_chat_slots)
+        self.adapters = AdapterStore(self.engine, ObjectCache(), keep)
         self.gate = Gate()
+        self.serving = Serving(
+            this, self.engine, self.chat, self.adapters, self.gate, self.limit, settings.engine_chat_slots
+        )
         self._lock = threading.Lock()
         self._live: dict[int, Live] = {}
         this.slots, this.adapter_slots = settings.engine_slots, settings.engine_adapter_slots
         this.load = self.load
         threading.Thread(target=self._renew_on, name="leases", daemon=True).start()
-        Watchdog(
-            lambda: self.engine.stats().running > 0, lambda: self.engine.stats().steps, max(STUCK_SECONDS, self._lease)
-        )
+        Watchdog(self._busy, lambda: self.engine.stats().steps, max(STUCK_SECONDS, self._lease))
 
     @property
     def _lease(self) -> float:
         return get_settings().lease_seconds
+
+    def _busy(self) -> bool:
+        stats = self.engine.stats()
+        return stats.running + stats.chat_running > 0
 
     def load(self) -> dict[str, Any]:
         stats = self.engine.stats()
@@ -98,6 +106,7 @@ class RolloutWorker:
             "generated_tokens": stats.generated_tokens,
             "busy_seconds": round(stats.busy_seconds, 3),
             "steps": stats.steps,
+            **self.serving.load(),
         }
 
     def generate(self, episode_ids: Sequence[int]) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Literal
 
+from app.specs.arithmetic import evaluate, format_number
 from app.specs.environment import CalculatorParams, parse_params
-from workers.tools.arithmetic import evaluate, format_number
 from workers.tools.environment import JSON, Action, Outcome, Prompt, Split
 from workers.tools.splits import find_item, held_out
 from workers.tools.tool_calls import MalformedToolCall, ToolCall, format_tool_call, parse_tool_call

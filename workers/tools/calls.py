@@ -8,7 +8,7 @@ import traceback
 from dataclasses import asdict
 from typing import Any, Literal
 
-from app.errors import EnvironmentFault, InvalidRequest, MarlaasError
+from app.errors import EnvironmentFault, EnvironmentTimeout, InvalidRequest, MarlaasError
 from workers.tools.environment import JSON, Action, Environment
 
 Method = Literal["reset", "step"]
@@ -17,6 +17,12 @@ ROLES = ("system", "user", "assistant", "tool")
 MAX_STATE_BYTES = 64 << 10
 MAX_MESSAGES_BYTES = 1 << 20
 MAX_ERROR_CHARACTERS = 2000
+
+KINDS: dict[str, type[MarlaasError]] = {
+    "invalid_request": InvalidRequest,
+    "environment": EnvironmentFault,
+    "timeout": EnvironmentTimeout,
+}
 
 
 def invoke(environment: Environment, method: Method, args: JSON) -> JSON:
@@ -33,6 +39,8 @@ def describe_error(error: BaseException) -> JSON:
         return {"kind": "invalid_request", "message": error.message, "param": error.param}
     if isinstance(error, EnvironmentFault):
         return {"kind": "environment", "message": error.message, "param": error.param}
+    if isinstance(error, EnvironmentTimeout):
+        return {"kind": "timeout", "message": error.message, "param": error.param}
     traceback.print_exception(error)
     message = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
     return {"kind": "environment", "message": message, "param": None}
@@ -40,8 +48,7 @@ def describe_error(error: BaseException) -> JSON:
 
 def described(error: JSON) -> MarlaasError:
     """The error to raise for what `describe_error` gave."""
-    kind = InvalidRequest if error["kind"] == "invalid_request" else EnvironmentFault
-    return kind(error["message"], param=error["param"])
+    return KINDS[error["kind"]](error["message"], param=error["param"])
 
 
 def check_prompt(prompt: JSON) -> JSON:

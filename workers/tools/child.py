@@ -1,7 +1,7 @@
 """The child process of an EnvironmentRunner, `python -m workers.tools.child`: JSON lines on stdin and stdout.
 
-Requests: {"do": "open", key, type, params, seed} | {"do": "call", key, method, args} | {"do": "close", key}, each with
-`seconds`, its deadline.
+Requests: {"do": "open", key, type, params, seed} | {"do": "call", key, method, args} | {"do": "close", key} and, of no
+environment, {"do": "grade", grader, item, text} | {"do": "check", grader}; each with `seconds`, its deadline.
 Answers: {"ok": value} | {"error": {"kind", "message", "param"}}.
 """
 
@@ -12,9 +12,12 @@ import json
 import os
 import resource
 import sys
+from dataclasses import asdict
 
+from app.specs.grader import parse_grader
 from workers.tools.calls import describe_error, invoke
 from workers.tools.environment import JSON, Environment
+from workers.tools.graders import check_grader, grade
 from workers.tools.registry import Registry, build_registry
 
 MEMORY_BYTES = 4 << 30
@@ -44,14 +47,18 @@ def _answer(request: JSON, registry: Registry, environments: dict[str, Environme
 
 
 def _do(request: JSON, registry: Registry, environments: dict[str, Environment]) -> JSON | None:
-    key = request["key"]
     match request["do"]:
         case "open":
-            environments[key] = registry.create(request["type"], request["params"], request["seed"])
+            created = registry.create(request["type"], request["params"], request["seed"])
+            environments[request["key"]] = created
         case "call":
-            return invoke(environments[key], request["method"], request["args"])
+            return invoke(environments[request["key"]], request["method"], request["args"])
         case "close":
-            environments.pop(key, None)
+            environments.pop(request["key"], None)
+        case "grade":
+            return asdict(grade(parse_grader(request["grader"]), request["item"], request["text"]))
+        case "check":
+            check_grader(parse_grader(request["grader"]), [], "grader")
     return None
 
 

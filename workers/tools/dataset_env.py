@@ -7,12 +7,15 @@ from functools import lru_cache
 from random import Random
 from typing import ClassVar, Literal
 
-from app.errors import InvalidRequest
+from app.errors import EnvironmentFault, InvalidRequest
 from app.specs.dataset import check_item
 from app.specs.environment import DatasetParams, parse_params
 from workers.tools.environment import JSON, Action, Outcome, Prompt, Split
 from workers.tools.graders import check_grader, grade
+from workers.tools.grades import FAILED, SAMPLE_PARSE_ERROR, UNSCORABLE, Failure
 from workers.tools.splits import held_out
+
+MAX_FAILURES = 256  # of the first grades in a process, all of them: then it is the grader
 
 
 class DatasetEnvironment:
@@ -33,6 +36,7 @@ class DatasetEnvironment:
         check_grader(parsed.grader, evals)
         self._items: dict[Split, list[JSON]] = {"train": train, "eval": evals}
         self._grader = parsed.grader
+        self._failures: int | None = 0  # grades that failed, until one has not
         self._seed = seed
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
@@ -49,7 +53,27 @@ class DatasetEnvironment:
 
     def step(self, state: JSON, action: Action, turns_left: int) -> Outcome:
         item = self._items[state["split"]][state["position"]]
-        return Outcome(state, reward=grade(self._grader, item, action.text))
+        given = grade(self._grader, item, action.text)
+        if given.failure is None:
+            self._failures = None
+            return Outcome(state, reward=given.reward)
+        flag = UNSCORABLE if given.failure.flag == SAMPLE_PARSE_ERROR else FAILED
+        if flag == FAILED:
+            self._refuse_if_hopeless(given.failure)
+        return Outcome(state, reward=given.reward, passed=False, flags=(flag,))
+
+    def _refuse_if_hopeless(self, failure: Failure) -> None:
+        name = f"grader {self._grader.name}"
+        if not failure.by_sample:
+            raise EnvironmentFault(f"{name}: {failure.message}")
+        if self._failures is None:
+            return
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            raise EnvironmentFault(
+                f"{name} failed on each of the first {self._failures} answers: {failure.message}."
+                " If they are only bad answers, let it return 0 for them"
+            )
 
     def _shuffled(self, split: Split, epoch: int) -> list[int]:
         order = list(range(len(self._items[split])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -42,6 +43,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=variables,
+            start_new_session=True,  # a group of its own, to be killed as a whole
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -68,8 +70,10 @@ class Child:
         return answer["ok"]
 
     def kill(self) -> str:
-        """Ends the process and says how it ended; one that had ended before keeps its own status."""
-        self._process.kill()
+        """Ends the process, and what it started, and says how it ended; one that had ended before keeps its own
+        status."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         status = self._process.wait()
         self._stdout.close()
         with suppress(BrokenPipeError):
@@ -116,6 +120,15 @@ class ProcessPool:
             except ChildDied:
                 raise EnvironmentFault(f"the environment's process ended with {child.kill()}") from None
 
+    def request(self, owner: str, request: JSON, deadline: float, wait_seconds: float) -> Any:
+        """A request of no environment. `owner` has its share of the children, as a job has, and waits
+        `wait_seconds` at most for one."""
+        with self._child(owner, wait_seconds) as child:
+            try:
+                return child.request(request, deadline)
+            except ChildDied:
+                raise EnvironmentFault(f"the process ended with {child.kill()}") from None
+
     def release(self, job_id: str) -> None:
         """Forgets a job; children drop its environment as others take its place."""
         with self._changed:
@@ -141,18 +154,18 @@ class ProcessPool:
         child.job_ids.move_to_end(job_id)
 
     @contextmanager
-    def _child(self, job_id: str) -> Iterator[Child]:
-        child = self._take(job_id)
+    def _child(self, job_id: str, wait_seconds: float = WAIT_SECONDS) -> Iterator[Child]:
+        child = self._take(job_id, wait_seconds)
         try:
             yield child
         finally:
             self._give_back(job_id, child)
 
-    def _take(self, job_id: str) -> Child:
+    def _take(self, job_id: str, wait_seconds: float) -> Child:
         """An idle child, if possible one that holds the job's environment, or else a new one."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._closed or self._has_room(job_id), timeout=WAIT_SECONDS):
-                raise InfrastructureFault(f"no environment process became free within {WAIT_SECONDS:g} s")
+            if not self._changed.wait_for(lambda: self._closed or self._has_room(job_id), timeout=wait_seconds):
+                raise InfrastructureFault(f"no environment process became free within {wait_seconds:g} s")
             if self._closed:
                 raise InfrastructureFault("the environment processes are closed")
             self._idle = [child for child in self._idle if child.alive]

@@ -27,3 +27,10 @@ def validate(job_id: str) -> None:
     from workers.tools.worker import tools_worker
 
     tools_worker().validate(uuid.UUID(job_id))
+
+
+@celery.task(name=broker.GRADE)
+def grade(call_id: str) -> None:
+    from workers.tools.worker import tools_worker
+
+    tools_worker().grader_runs.answer(call_id)

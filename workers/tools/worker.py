@@ -29,6 +29,7 @@ from workers.retry import retried
 from workers.rollout.chat import Chat
 from workers.runtime import Runtime, runtime
 from workers.tools.datasets import with_items
+from workers.tools.grader_runs import GraderRuns
 from workers.tools.registry import module_names
 from workers.tools.runner import EnvironmentRunner
 
@@ -45,6 +46,7 @@ class ToolsWorker:
     def __init__(self, this: Runtime) -> None:
         self.runtime = this
         self.runner = EnvironmentRunner(module_names(get_settings().environment_modules))
+        self.grader_runs = GraderRuns()
         self.executor = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="call")
         self.calls = 0
         self.strikes: Counter[uuid.UUID] = Counter()
