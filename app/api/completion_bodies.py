@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from app.api.blueprint import Body
 from app.errors import InvalidRequest
+from app.specs import plain_json
 from app.specs.completion import MAX_CHOICES
 
 MAX_MESSAGES = 1024
@@ -77,7 +78,7 @@ class Message(Body):
 
 def _written(call: FunctionCall) -> str:
     try:
-        arguments = json.loads(call.arguments)
+        arguments = plain_json.parse(call.arguments)
     except ValueError:
         arguments = call.arguments  # what a model wrote need not be JSON
     body = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)

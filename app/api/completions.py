@@ -46,17 +46,22 @@ ERRORS: dict[str, type[MarlaasError]] = {
     "unavailable": EngineUnavailable,
     "infrastructure": InfrastructureFault,
 }
-WHOLE_OR_STREAM = "The completion; with `stream: true` as server-sent events of chunks, ended by `data: [DONE]`."
-REFUSALS = {404: "No such model.", 409: "The adapter cannot be served.", 503: "No engine serves the model now."}
+RESPONSES: dict[int, Any] = {
+    200: {
+        "description": "The completion; with `stream: true` server-sent events of chunks, ended by `data: [DONE]`.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    },
+    404: "No such model.",
+    409: "The adapter cannot be served.",
+    503: "No engine serves the model now.",
+}
 
 
 @api.post("/chat/completions")
 @requires("write")
 @api.input(ChatBody, arg_name="body")
-@api.output(ChatCompletion, description=WHOLE_OR_STREAM)
-@api.doc(
-    responses={404: "No such model.", 409: "The adapter cannot be served.", 503: "No engine serves the model now."}
-)
+@api.output(ChatCompletion)
+@api.doc(responses=RESPONSES)
 def create_chat_completion(body: ChatBody) -> Any:
     """Create a chat completion
 
@@ -68,10 +73,8 @@ def create_chat_completion(body: ChatBody) -> Any:
 @api.post("/completions")
 @requires("write")
 @api.input(TextBody, arg_name="body")
-@api.output(TextCompletion, description=WHOLE_OR_STREAM)
-@api.doc(
-    responses={404: "No such model.", 409: "The adapter cannot be served.", 503: "No engine serves the model now."}
-)
+@api.output(TextCompletion)
+@api.doc(responses=RESPONSES)
 def create_completion(body: TextBody) -> Any:
     """Create a completion of bare text
 

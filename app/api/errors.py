@@ -30,6 +30,7 @@ from app.errors import (
 log = structlog.get_logger(__name__)
 
 DRAINED_BYTES = 128 << 20
+MOST_WORDS = 2000  # characters of a message: it may quote what was sent
 
 
 class IdempotencyMismatch(InvalidRequest):
@@ -83,6 +84,7 @@ def status_of(error: MarlaasError) -> int:
 
 def body(message: str, status: int, code: str | None, param: str | None = None) -> dict[str, Any]:
     """The envelope alone, as an event of a stream has it too."""
+    message = message if len(message) <= MOST_WORDS else f"{message[:MOST_WORDS]}…"
     type_ = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}
 

@@ -16,6 +16,7 @@ from app.console.job import find
 from app.console.job_form import (
     BASICS,
     ENVIRONMENTS,
+    FIELDS,
     GROUPS,
     OTHER,
     OTHER_FIELDS,
@@ -109,7 +110,7 @@ def start_preflight() -> str:
                 raise Unfit(filled.with_error(error.param, error.message)) from error
             audit(session, "preflight.create", "preflight", made.id, tenant.id, name=made.name)
     except Unfit as refused:
-        told = [f"{name}: {what}" if name else what for name, said in refused.filled.errors.items() for what in said]
+        told = [f"{label(name)}: {what}" for name, said in refused.filled.errors.items() for what in said]
         return render_template("console/_preflight.html", refused=told)
     return preflight_fragment(made.id)
 
@@ -125,6 +126,11 @@ def preflight_fragment(preflight_id: uuid.UUID) -> str:
         return render_template(
             "console/_preflight.html", job=job, over=over, report=preflight.report(session, job) if over else None
         )
+
+
+def label(name: str) -> str:
+    """A form field's name for people."""
+    return FIELDS[name].label if name in FIELDS else name.rpartition(".")[2].capitalize() or "Job"
 
 
 class Unfit(Exception):
@@ -198,6 +204,7 @@ def _page(session: Session, filled: Filled, tenant_id: str, *, shown_errors: boo
         tenants=tenants.list_tenants(session),
         base_models=base_models.list_base_models(session),
         files=files.list_files(session, tenant) if tenant else [],
+        label=label,
         basics=BASICS,
         turns=TURNS,
         environments=ENVIRONMENTS | ({OTHER: OTHER_FIELDS} if get_settings().environment_modules else {}),
@@ -215,7 +222,7 @@ def _preview(filled: Filled) -> dict[str, Any]:
     h = filled.spec.hyperparameters if filled.spec else None
     return {
         "equal": snippets(filled.document, base.rstrip("/")),
-        "problems": [f"{name or 'job'}: {told[0]}" for name, told in filled.errors.items()],
+        "problems": [f"{label(name)}: {told[0]}" for name, told in filled.errors.items()],
         "episodes": h and h.prompts_per_round * h.group_size,
         "steps": h and h.n_steps,
     }

@@ -69,13 +69,18 @@ class Cost:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the job will take where no other job competes. Null figures are explained in `unknown`."""
+    """What the job will take, on a service as busy as it was. Null figures are explained in `unknown`.
+
+    Seconds are those of one step: `rollout` in the engine, from the preflight's seconds a token and the engines'
+    slots; `environment` around it (prompts, tools, grading, waiting), as long as the preflight's; `training` from the
+    last updates of any job on this base model, by tokens; `commit` around these, as long as it was there.
+    """
 
     steps: int
-    rollout_seconds: float | None  # a step; from the preflight's seconds a token and the engines' slots
-    environment_seconds: float  # a step
-    training_seconds: float | None  # a step; from the last updates of any job on this base model
-    commit_seconds: float | None  # a step; around the update: its files are loaded, uploaded and committed
+    rollout_seconds: float | None
+    environment_seconds: float
+    training_seconds: float | None
+    commit_seconds: float | None
     total_seconds: float | None
     cost: Cost
     unknown: list[str]
@@ -187,29 +192,26 @@ def predict(spec: JobSpec, summary: Mapping[str, Any]) -> Prediction:
     episodes = h.n_steps * step_episodes + evaluations * e.prompts * e.samples
     unknown = []
     rollout = training = commit = busy = total = None
-    slot_seconds, pace = summary["seconds_per_token"], summary["training_seconds_per_token"]
-    if slot_seconds is None:
+    pace, environment = summary["training_seconds_per_token"], 0.0
+    if not summary["generated_tokens"]:
         unknown.append("rollout_seconds: the preflight generated no token")
     elif not summary["slots"]:
         unknown.append("rollout_seconds: no rollout worker of this base model was alive when the preflight ended")
     else:
-        at_once = min(summary["slots"], step_episodes)
-        # The slots are full until the last episodes, and a step waits for the longest one.
-        full = step_episodes * summary["generated_tokens"] * slot_seconds / at_once
-        rollout = full + summary["straggling_seconds"]
+        rollout = _rollout_seconds(summary, step_episodes)
+        environment = max(0.0, summary["elapsed_seconds"] - _rollout_seconds(summary, summary["episodes"]))
     if pace is None:
         unknown.append("training_seconds: no job has been trained on this base model yet")
     else:
         training = step_episodes * summary["episode_tokens"] * pace
         commit = summary["commit_seconds"]
+        busy = episodes * summary["engine_seconds"] + h.n_steps * training
     if rollout is not None and training is not None and commit is not None:
-        total = h.n_steps * (rollout + summary["environment_seconds"] + training + commit)
-    if slot_seconds is not None and training is not None:
-        busy = episodes * summary["generated_tokens"] * slot_seconds + h.n_steps * training
+        total = h.n_steps * (rollout + environment + training + commit)
     return Prediction(
         steps=h.n_steps,
         rollout_seconds=rollout,
-        environment_seconds=summary["environment_seconds"],
+        environment_seconds=environment,
         training_seconds=training,
         commit_seconds=commit,
         total_seconds=total,
@@ -221,6 +223,12 @@ def predict(spec: JobSpec, summary: Mapping[str, Any]) -> Prediction:
         ),
         unknown=unknown,
     )
+
+
+def _rollout_seconds(summary: Mapping[str, Any], episodes: int) -> float:
+    """Of a round of so many episodes: the slots are full until the last ones, and the round waits for the longest."""
+    full = episodes * summary["engine_seconds"] / min(summary["slots"], episodes)
+    return float(full + summary["longest_seconds"] - summary["engine_seconds"])
 
 
 def judge(m: Measured) -> Verdict:

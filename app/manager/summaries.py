@@ -53,7 +53,7 @@ def _rewards(session: Session, round_: Round) -> dict[str, Any]:
     return {"reward_std": float(row.spread), "groups": row.groups, "zero_variance_share": row.flat / row.groups}
 
 
-# A turn of the policy reads all ids before it. Of the environment's answers only those that go on have a turn.
+# A turn of the policy reads all ids before it.
 _TOKENS = r"""
 WITH said AS (
     SELECT t.episode_id, t.index, t.kind, t.seconds, octet_length(t.context_ids) / 4 AS context,
@@ -67,27 +67,23 @@ WITH said AS (
         coalesce(sum(s.sampled), 0) AS generated,
         coalesce(max(s.so_far), 0) AS length,
         coalesce(sum(s.so_far - s.sampled) FILTER (WHERE s.kind = 'policy'), 0) AS read,
-        coalesce(sum(s.seconds) FILTER (WHERE s.kind = 'policy'), 0) AS engine_seconds,
-        coalesce(sum(s.seconds) FILTER (WHERE s.kind = 'environment'), 0) AS environment_seconds,
+        coalesce(sum(s.seconds) FILTER (WHERE s.kind = 'policy'), 0) AS seconds,
         coalesce(bool_and(s.silent) FILTER (WHERE s.kind = 'policy'), true) AS empty
     FROM episodes e LEFT JOIN said s ON s.episode_id = e.id
     WHERE e.round_id = :round AND e.state = 'finished' GROUP BY e.id
 )
 SELECT coalesce(avg(prompt), 0) AS prompt, coalesce(avg(generated), 0) AS generated, coalesce(avg(length), 0) AS length,
-    coalesce(avg(read), 0) AS read, coalesce(avg(environment_seconds), 0) AS environment_seconds,
-    sum(engine_seconds) / nullif(sum(generated), 0) AS seconds_per_token,
-    coalesce(max(engine_seconds) - avg(engine_seconds), 0) AS straggling,
-    sum(generated) / (SELECT nullif(extract(epoch FROM ready_at - admitted_at), 0) FROM rounds WHERE id = :round)
-        AS tokens_per_second,
-    coalesce(avg(empty::int), 0) AS empty
+    coalesce(avg(read), 0) AS read, coalesce(avg(empty::int), 0) AS empty, coalesce(sum(generated), 0) AS tokens,
+    coalesce(avg(seconds), 0) AS engine_seconds, coalesce(max(seconds), 0) AS longest_seconds,
+    (SELECT extract(epoch FROM r.ready_at - coalesce(r.admitted_at, r.ready_at)) FROM rounds r WHERE r.id = :round)
+        AS elapsed
 FROM each
 """
 
 
 def _tokens(session: Session, round_: Round) -> dict[str, Any]:
-    """Means an episode, in tokens and seconds; `seconds_per_token` is of an engine slot, `straggling_seconds` how much
-    longer than the mean the longest episode held one, `tokens_per_second` of the round as a whole, from the first
-    admission to its end."""
+    """Means an episode in tokens, and seconds: in which an episode held an engine slot (`engine_seconds` the mean,
+    `longest_seconds` the most), and from the round's first admission to its end (`elapsed_seconds`)."""
     session.flush()  # its end is in the statement
     row = session.execute(text(_TOKENS), {"round": round_.id}).one()
     return {
@@ -95,11 +91,11 @@ def _tokens(session: Session, round_: Round) -> dict[str, Any]:
         "generated_tokens": float(row.generated),
         "episode_tokens": float(row.length),
         "read_tokens": float(row.read),
-        "environment_seconds": float(row.environment_seconds),
-        "seconds_per_token": _maybe(row.seconds_per_token),
-        "straggling_seconds": float(row.straggling),
-        "tokens_per_second": _maybe(row.tokens_per_second),
         "empty_share": float(row.empty),
+        "engine_seconds": float(row.engine_seconds),
+        "longest_seconds": float(row.longest_seconds),
+        "elapsed_seconds": float(row.elapsed),
+        "tokens_per_second": float(row.tokens / row.elapsed) if row.elapsed else None,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from app.errors import InvalidRequest
 from app.specs import plain_json
@@ -11,6 +11,7 @@ from app.specs import plain_json
 MAX_FILE_BYTES = 512 << 20
 MAX_LINE_BYTES = 1 << 20
 MAX_ITEMS = 1_000_000
+MAX_BLANK_LINES = 10_000  # reading them costs time and gives nothing
 MAX_MESSAGES = 256
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -31,6 +32,8 @@ def read_items(
         if total > max_bytes:
             _refuse(number, None, f"goes past the limit of {max_bytes} bytes a file")
         if not line.strip():
+            if number - count > MAX_BLANK_LINES:
+                _refuse(number, None, f"is blank, as more than {MAX_BLANK_LINES} are")
             continue
         count += 1
         if count > max_items:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from typing import Any
+
 import pytest
 from playwright.sync_api import Page
 
-from tests.browsing import check_accessible, keep_screenshots
+from tests.browsing import NoChromium, check_accessible, find_chromium, keep_screenshots
 
 ADDRESS = "http://page.test/"  # answered by the test itself, nothing goes out
 CLEAN = (
@@ -67,3 +71,13 @@ def test_an_inaccessible_page_is_caught(page: Page, problems: list[str], body: s
 def test_screenshots_are_kept_in_both_themes(page: Page) -> None:
     serve(page, "<p>Nothing to see.</p>")
     assert [path.name for path in keep_screenshots(page, "checks")] == ["checks-light.png", "checks-dark.png"]
+
+
+def test_where_no_chromium_can_be_had_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(command: list[str], **_: Any) -> None:
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(shutil, "which", lambda _name: None)
+    monkeypatch.setattr(subprocess, "run", fail)
+    with pytest.raises(NoChromium, match="apt-get install chromium"):
+        find_chromium()

@@ -22,8 +22,8 @@ from app.manager.workers import live_workers
 from app.models import Tenant, UsageEntry
 from app.models.worker import WorkerKind
 from tests.api_client import make_key
-from tests.e2e.conftest import Service
-from tests.workers import ROOT, wait_for
+from tests.e2e.conftest import Service, live_stages
+from tests.workers import ROOT, STAGES, wait_for
 
 QUESTION: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "abcd"}]
 SETTINGS = {"MARLAAS_ENGINE_KV_TOKENS": str(32 * 512), "MARLAAS_ENGINE_CHAT_SLOTS": "2"}
@@ -114,6 +114,18 @@ def test_a_client_that_leaves_a_stream_is_generated_for_no_more(service: Service
     wait_for(lambda: usage_of(tenant), 20, "what was generated is to be in the ledger", service.workers)
     assert usage_of(tenant)[0].generated_tokens < 8 * 400
     wait_for(lambda: chat_load() == 0, 20, "the rows are to be free", service.workers)
+
+
+def test_a_worker_that_is_asked_to_stop_ends_what_it_has_begun(service: Service, client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(model="tiny", messages=QUESTION, n=4, max_tokens=300, stream=True)
+    next(iter(stream))
+    process = service.workers.processes.pop("rollout")
+    process.terminate()
+    ends = [chunk.choices[0].finish_reason for chunk in stream if chunk.choices[0].finish_reason]
+    assert len(ends) == 4
+    assert process.wait(15) == 0
+    service.workers.start("rollout")
+    wait_for(lambda: live_stages() == set(STAGES), 60, "the worker is to be back", service.workers)
 
 
 def test_a_worker_that_is_killed_ends_the_stream_with_a_reason(service: Service, client: openai.OpenAI) -> None:

@@ -319,21 +319,21 @@ def test_the_service_trains_a_job(host: Host) -> None:
 
 def test_downloads_are_signed_for_the_public_address(host: Host) -> None:
     """Fetched as a proxy before the S3 port passes them on: with the host that was asked for."""
-    keys = {
-        "aws_access_key_id": host.variables["S3_ACCESS_KEY"],
-        "aws_secret_access_key": host.variables["S3_SECRET_KEY"],
-    }
-    inside = boto3.client("s3", endpoint_url=host.url("s3"), region_name="us-east-1", **keys)
-    (key, *_) = [
-        found["Key"] for found in inside.list_objects_v2(Bucket="marlaas")["Contents"] if "adapter" in found["Key"]
-    ]
-    public = boto3.client(
-        "s3", endpoint_url=PUBLIC_S3, region_name="us-east-1", config=Config(s3={"addressing_style": "path"}), **keys
-    )
+    keys = [host.variables[name] for name in ("S3_ACCESS_KEY", "S3_SECRET_KEY")]
+    inside, public = (_s3(endpoint, *keys) for endpoint in (host.url("s3"), PUBLIC_S3))
+    key = inside.list_objects_v2(Bucket="marlaas")["Contents"][0]["Key"]
     url = public.generate_presigned_url("get_object", Params={"Bucket": "marlaas", "Key": key})
-    answer = requests.get(url.replace(PUBLIC_S3, host.url("s3")), headers={"Host": "s3.example.com"}, timeout=10)
-    assert answer.content == inside.get_object(Bucket="marlaas", Key=key)["Body"].read()
-    assert requests.get(url.replace(PUBLIC_S3, host.url("s3")), timeout=10).status_code == 403
+    assert url.startswith(f"{PUBLIC_S3}/marlaas/")
+    passed_on, asked_for = url.replace(PUBLIC_S3, host.url("s3")), {"Host": "s3.example.com"}
+    answer = requests.get(passed_on, headers=asked_for, timeout=10)
+    assert (answer.status_code, answer.content) == (200, inside.get_object(Bucket="marlaas", Key=key)["Body"].read())
+    assert requests.get(passed_on[:-1] + "x", headers=asked_for, timeout=10).status_code == 403
+
+
+def _s3(endpoint: str, access_key: str, secret_key: str) -> Any:
+    config = Config(signature_version="s3v4", s3={"addressing_style": "path"})
+    names = {"aws_access_key_id": access_key, "aws_secret_access_key": secret_key}
+    return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", config=config, **names)
 
 
 def test_metrics_know_all_workers_and_ask_for_the_token(host: Host) -> None:

@@ -21,7 +21,7 @@ from app.cli.output import plain
 from app.db import transaction
 from app.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
 from app.manager import episodes, jobs, preflight, recovery, retention
-from app.manager.preflight import Measured, judge
+from app.manager.preflight import Cost, Measured, Prediction, judge, predict
 from app.manager.progress import job_progress
 from app.models import Job, PolicyVersion, Round, StoredObject, Tenant, UsageEntry
 from app.models.round import EpisodeState, RoundKind, RoundState
@@ -308,14 +308,6 @@ def test_figures_are_those_reckoned_by_hand(tenant: Tenant) -> None:
     assert (m.prompt_tokens, m.generated_tokens) == (len(by_hand.PROMPT), len(by_hand.GENERATED))
 
 
-def test_tokens_a_second_are_over_the_time_from_admission_to_end(tenant: Tenant) -> None:
-    job_id = start(tenant)
-    found = to_acting(job_id)
-    by_hand.execute("UPDATE rounds SET admitted_at = now() - interval '60 s'")
-    answer(found, [1, 0, 0, 0])
-    assert report_of(job_id).measured.tokens_per_second == pytest.approx(12 / 60, rel=0.2)
-
-
 def test_turns_of_an_episode_are_counted_together(tenant: Tenant) -> None:
     job_id = start(tenant)
     found = to_acting(job_id)
@@ -329,7 +321,6 @@ def test_turns_of_an_episode_are_counted_together(tenant: Tenant) -> None:
     assert m.flags == {"no_answer": 4, "tool_error": 4}
     # 3 steps of 4 episodes, each of 2 × (2 + 3) ids; the second turn reads 2 + 3 + 2 of them again
     assert (cost.trained_tokens, cost.prompt_tokens) == (12 * 10, 12 * (2 + 7))
-    assert report.prediction.environment_seconds == pytest.approx(0.01)
 
 
 def test_answers_without_a_word_are_counted(tenant: Tenant) -> None:
@@ -368,76 +359,42 @@ def test_one_without_a_finished_episode_says_so(tenant: Tenant) -> None:
     assert report.samples == []
 
 
-def test_time_and_cost_are_those_reckoned_by_hand(tenant: Tenant) -> None:
-    by_hand.step(by_hand.start_job(tenant))  # 10 tokens trained in 0.1 s
-    job_id = start(tenant)
-    finish(job_id)
-    p = report_of(job_id).prediction
-    # 4 episodes a step of 3 tokens; a turn of 3 tokens took a slot 0.1 s; all 4 have a slot at once
-    assert p.rollout_seconds == pytest.approx(4 * 0.1 / 4)
-    assert p.training_seconds == pytest.approx(4 * 5 * 0.1 / 10)
-    assert (p.environment_seconds, p.commit_seconds) == (0, 0)
-    assert p.total_seconds == pytest.approx(3 * (0.1 + 0.2))
-    assert (p.cost.prompt_tokens, p.cost.generated_tokens, p.cost.trained_tokens) == (12 * 2, 12 * 3, 12 * 5)
-    assert p.cost.busy_seconds == pytest.approx(12 * 0.1 + 3 * 0.2)
-    assert p.unknown == []
-
-
-def test_time_around_updates_is_a_part_of_each_step(tenant: Tenant) -> None:
-    by_hand.step(by_hand.start_job(tenant))  # 0.1 s of training
-    by_hand.execute("UPDATE rounds SET training_at = finished_at - interval '1.1 s' WHERE state = 'committed'")
-    job_id = start(tenant)
-    finish(job_id)
-    p = report_of(job_id).prediction
-    assert p.commit_seconds == pytest.approx(1.0)
-    assert p.total_seconds == pytest.approx(3 * (0.1 + 0.2 + 1.0))
-
-
-def test_few_slots_make_a_step_longer(tenant: Tenant) -> None:
-    by_hand.announce(replace(by_hand.ROLLOUT, slots=2))
-    job_id = start(tenant)
+def summary_of(job_id: uuid.UUID) -> dict[str, Any]:
     (round_,) = rounds_of(job_id)
-    while by_hand.round_of(round_.id).state == RoundState.ROLLING_OUT:  # two by two
-        by_hand.admit()
-        by_hand.reset(round_.id)
-        by_hand.generate(ids(by_hand.episodes_of(round_.id, GENERATING)))
-        by_hand.act(ids(by_hand.episodes_of(round_.id, ACTING)))
-    assert report_of(job_id).prediction.rollout_seconds == pytest.approx(4 * 0.1 / 2)
+    assert round_.summary is not None
+    return round_.summary
 
 
-def test_a_step_waits_for_its_longest_episode(tenant: Tenant) -> None:
+def test_seconds_are_those_of_the_engine_and_of_the_round(tenant: Tenant) -> None:
     job_id = start(tenant)
     (round_,) = rounds_of(job_id)
     found = by_hand.to_state(round_.id, GENERATING)
     claims = by_hand.claim(found, GENERATING)
     by_hand.record_turns([by_hand.turn(c, seconds=s) for c, s in zip(claims, (0.1, 0.1, 0.1, 0.5), strict=True)])
+    by_hand.execute("UPDATE rounds SET admitted_at = now() - interval '60 s'")
     answer(found, [1, 0, 0, 0])
-    assert report_of(job_id).prediction.rollout_seconds == pytest.approx(0.5)
+    summary = summary_of(job_id)
+    assert summary["engine_seconds"] == pytest.approx(0.2)
+    assert summary["longest_seconds"] == pytest.approx(0.5)
+    assert summary["elapsed_seconds"] == pytest.approx(60, rel=0.2)
+    assert summary["tokens_per_second"] == pytest.approx(12 / summary["elapsed_seconds"])
 
 
-def test_a_tenants_quota_of_episodes_bounds_the_slots(hand: None) -> None:
-    tenant = by_hand.make_tenant("narrow", max_inflight_episodes=4)
-    job_id = start(tenant, hyperparameters={"n_steps": 1, "prompts_per_round": 4, "group_size": 4})
-    finish(job_id)
-    assert report_of(job_id).prediction.rollout_seconds == pytest.approx(16 * 0.1 / 4)
-
-
-def test_evaluations_cost_but_hold_up_no_step(tenant: Tenant) -> None:
-    job_id = start(tenant, evaluation={"every": 2, "prompts": 5, "samples": 2})
-    finish(job_id)
-    cost = report_of(job_id).prediction.cost
-    assert cost.generated_tokens == (12 + 2 * 10) * 3  # of versions 0 and 2
-    assert cost.trained_tokens == 12 * 5
-
-
-def test_what_cannot_be_predicted_is_null_with_a_reason(tenant: Tenant) -> None:
+def test_the_speed_of_training_is_that_of_the_last_updates(tenant: Tenant) -> None:
+    by_hand.step(by_hand.start_job(tenant))  # 10 tokens in 0.1 s
+    by_hand.execute("UPDATE rounds SET training_at = finished_at - interval '1.1 s' WHERE state = 'committed'")
     job_id = start(tenant)
     finish(job_id)
-    p = report_of(job_id).prediction
-    assert (p.training_seconds, p.total_seconds, p.cost.busy_seconds) == (None, None, None)
-    assert p.rollout_seconds is not None
-    (reason,) = p.unknown
-    assert reason.startswith("training_seconds: ")
+    summary = summary_of(job_id)
+    assert summary["training_seconds_per_token"] == pytest.approx(0.01)
+    assert summary["commit_seconds"] == pytest.approx(1.0)
+
+
+def test_updates_without_signal_tell_nothing_of_speed(tenant: Tenant) -> None:
+    by_hand.step(by_hand.start_job(tenant), signal=False)
+    job_id = start(tenant)
+    finish(job_id)
+    assert summary_of(job_id)["training_seconds_per_token"] is None
 
 
 def test_the_speed_of_training_is_that_of_the_same_base_model(tenant: Tenant) -> None:
@@ -446,7 +403,14 @@ def test_the_speed_of_training_is_that_of_the_same_base_model(tenant: Tenant) ->
     by_hand.announce(replace(by_hand.ROLLOUT, name="rollout@other", base_model="other"))
     job_id = start(tenant, base_model="other")
     finish(job_id)
-    assert report_of(job_id).prediction.training_seconds is None
+    assert summary_of(job_id)["training_seconds_per_token"] is None
+
+
+@pytest.mark.parametrize(("quota", "slots"), [(256, 64), (4, 4)])
+def test_slots_are_the_engines_within_the_tenants_quota(hand: None, quota: int, slots: int) -> None:
+    job_id = start(by_hand.make_tenant("narrow", max_inflight_episodes=quota))
+    finish(job_id)
+    assert summary_of(job_id)["slots"] == slots
 
 
 def test_samples_are_the_best_and_the_worst_answer_to_a_prompt(tenant: Tenant) -> None:
@@ -547,6 +511,73 @@ def test_who_stops_waiting_cancels_it(tenant: Tenant, tmp_path: Path, monkeypatc
     assert command(tmp_path).exit_code == 130
     with transaction() as session:
         assert session.scalars(select(Job.state)).all() == ["cancelled"]
+
+
+# --- predictions
+
+
+SUMMARY: dict[str, Any] = {
+    "episodes": 8,
+    "generated_tokens": 20.0,
+    "episode_tokens": 50.0,
+    "read_tokens": 30.0,
+    "engine_seconds": 2.0,
+    "longest_seconds": 5.0,
+    "elapsed_seconds": 6.5,
+    "slots": 64,
+    "training_seconds_per_token": 0.01,
+    "commit_seconds": 0.5,
+}
+
+
+def predicted(summary: dict[str, Any] | None = None, **changes: Any) -> Prediction:
+    """Of a job of 10 steps × 4 prompts × 8 answers, from a preflight of 8 episodes."""
+    sizes = {"n_steps": 10, "prompts_per_round": 4, "group_size": 8}
+    spec = jobs.parse_spec(by_hand.document(**{"hyperparameters": sizes} | changes))
+    return predict(spec, SUMMARY | (summary or {}))
+
+
+def test_time_and_cost_are_those_reckoned_by_hand() -> None:
+    p = predicted()
+    assert p.rollout_seconds == 5  # all have a slot at once, so a step lasts as long as its longest episode
+    assert p.environment_seconds == pytest.approx(1.5)  # 6.5 s, of which the longest episode generated 5
+    assert p.training_seconds == pytest.approx(32 * 50 * 0.01)
+    assert p.total_seconds == pytest.approx(10 * (5 + 1.5 + 16 + 0.5))
+    assert p.cost == Cost(
+        prompt_tokens=320 * 30,
+        generated_tokens=320 * 20,
+        trained_tokens=320 * 50,
+        busy_seconds=pytest.approx(320 * 2 + 10 * 16),
+    )
+    assert p.unknown == []
+
+
+def test_few_slots_make_a_step_longer() -> None:
+    p = predicted({"slots": 4, "elapsed_seconds": 8.5})
+    assert p.rollout_seconds == pytest.approx(32 * 2 / 4 + (5 - 2))
+    assert p.environment_seconds == pytest.approx(8.5 - (8 * 2 / 4 + 3))
+
+
+def test_evaluations_cost_but_hold_up_no_step() -> None:
+    without, p = predicted(), predicted(evaluation={"every": 5, "prompts": 6, "samples": 2})
+    assert p.cost.generated_tokens == (320 + 3 * 12) * 20  # of versions 0, 5 and 10
+    assert p.cost.trained_tokens == without.cost.trained_tokens
+    assert p.total_seconds == without.total_seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"training_seconds_per_token": None, "commit_seconds": None}, "training_seconds"),
+        ({"slots": 0}, "rollout_seconds"),
+        ({"generated_tokens": 0.0}, "rollout_seconds"),
+    ],
+)
+def test_what_cannot_be_predicted_is_null_with_a_reason(changes: dict[str, Any], field: str) -> None:
+    p = predicted(changes)
+    assert (getattr(p, field), p.total_seconds) == (None, None)
+    (reason,) = p.unknown
+    assert reason.startswith(f"{field}: ")
 
 
 # --- verdicts

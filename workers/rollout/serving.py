@@ -197,7 +197,7 @@ class Serving:
     def _serve(self, session: Session) -> None:
         call = session.call
         prompts = self._render(call)
-        most = [self._room(prompt, call.max_tokens) for prompt in prompts]
+        most = [self._room(call, prompt) for prompt in prompts]
         with self._adapter(call) as (adapter, policy):
             choices = [
                 self._choice(session, prompts[i // call.n], most[i // call.n], adapter, i)
@@ -225,15 +225,16 @@ class Serving:
             raise InvalidRequest(f"1 to {MAX_CHOICES} answers can be asked for at once", param="n")
         return [self._chat.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def _room(self, prompt: Sequence[int], wanted: int | None) -> int:
+    def _room(self, call: CompletionCall, prompt: Sequence[int]) -> int:
         """How many tokens may follow the prompt. Raises InvalidRequest with the numbers when they do not fit."""
-        room = self._limit - len(prompt)
+        room, wanted = self._limit - len(prompt), call.max_tokens
         if room < (wanted or 1):
-            answer = f"and asked for {wanted} more" if wanted else "which leaves none for the answer"
+            answer = f"and max_tokens is {wanted}" if wanted else "which leaves none for the answer"
+            field = "messages" if call.messages is not None else "prompt"
             raise InvalidRequest(
-                f"This model's context is {self._limit} tokens. Your prompt has {len(prompt)} {answer};"
-                " shorten the messages or ask for fewer.",
-                param="messages" if not wanted else "max_tokens",
+                f"This model's context has {self._limit} tokens. The {field} take {len(prompt)}, {answer};"
+                " shorten them or ask for fewer.",
+                param="max_tokens" if wanted else field,
                 code="context_length_exceeded",
             )
         return wanted or room
