@@ -19,7 +19,8 @@ def create_logins() -> list[str]:
     owner = make_url(settings.database_url.get_secret_value())
     urls = {"marlaas_service": settings.database_service_url, "marlaas_api": settings.database_api_url}
     made = []
-    with psycopg.connect(owner.set(drivername="postgresql").render_as_string(hide_password=False)) as connection:
+    names = owner.translate_connect_args(username="user", database="dbname")
+    with psycopg.connect(**names, **owner.query) as connection:
         for role, secret in urls.items():
             if secret is not None:
                 login, password = _login(role, make_url(secret.get_secret_value()), owner)

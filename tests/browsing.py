@@ -1,4 +1,4 @@
-"""A real Chromium for tests: found or installed, driven through Playwright, with everything it complains of written down."""
+"""A real Chromium for tests: found or installed, driven through Playwright, all that it complains of written down."""
 
 from __future__ import annotations
 

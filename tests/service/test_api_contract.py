@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from schemathesis import Case
+from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
+    response_headers_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
@@ -31,9 +33,16 @@ from tests.api_client import make_key
 from tests.service.conftest import empty
 
 EXAMPLES = 12
-ASK_WORKERS = ("/v1/chat/completions", "/v1/completions", "/v1/fine_tuning/alpha/graders/run")
+GRADERS = "/v1/fine_tuning/alpha/graders"
+ASK_WORKERS = ("/v1/chat/completions", "/v1/completions", f"{GRADERS}/run", f"{GRADERS}/validate")
 LINE = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
-CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+)
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +88,32 @@ def operations(world: dict[str, str]) -> list[APIOperation]:
     return found
 
 
-def for_all_cases(operation: APIOperation, examples: int, check: Callable[[Case], None]) -> None:
-    """`check` on made-up requests to one operation."""
+def for_all_cases(
+    operation: APIOperation,
+    examples: int,
+    check: Callable[[Case], None],
+    mode: GenerationMode = GenerationMode.POSITIVE,
+) -> None:
+    """`check` on made-up requests to one operation: as its document has them (positive), or not (negative)."""
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
     def checked(case: Case) -> None:
         check(case)
 
     checked()
 
 
-def test_every_answer_is_documented(operations: list[APIOperation], world: dict[str, str]) -> None:
+@pytest.mark.parametrize("mode", GenerationMode)
+def test_every_answer_is_documented(
+    operations: list[APIOperation], world: dict[str, str], mode: GenerationMode
+) -> None:
     """Half of the cases name things that exist."""
     statuses: Counter[int] = Counter()
 
@@ -98,13 +121,14 @@ def test_every_answer_is_documented(operations: list[APIOperation], world: dict[
         names = case.path_parameters or {}
         if sum(map(len, map(str, names.values()))) % 2 and case.method != "DELETE":
             case.path_parameters = {name: world[name] for name in names}
-        response = case.call(headers={"Authorization": f"Bearer {world['key']}"})
+        case.headers["Authorization"] = f"Bearer {world['key']}"  # else what is made up of it ends all at the door
+        response = case.call()
         statuses[response.status_code] += 1
         asked_nobody = response.status_code == 503 and case.operation.path in ASK_WORKERS
         case.validate_response(response, checks=CHECKS[1:] if asked_nobody else CHECKS)
 
     for operation in operations:
-        for_all_cases(operation, EXAMPLES, check)
+        for_all_cases(operation, EXAMPLES, check, mode)
     assert statuses[200] > len(operations) and statuses[404] and statuses[400]
 
 
@@ -118,3 +142,9 @@ def test_without_a_key_every_route_answers_401(operations: list[APIOperation]) -
     for operation in operations:
         if operation.path != "/v1/openapi.json":
             for_all_cases(operation, 2, check)
+
+
+def test_every_reference_of_the_document_leads_somewhere() -> None:
+    document = create_app().test_client().get("/v1/openapi.json").json
+    names = re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document))
+    assert set(names) <= document["components"]["schemas"].keys()

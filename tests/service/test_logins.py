@@ -34,7 +34,7 @@ def name_login(database: str, monkeypatch: pytest.MonkeyPatch, user: str, passwo
 def test_a_login_has_its_roles_rights_and_no_more(
     owner: psycopg.Connection, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = name_login(database, monkeypatch, LOGIN, "first '\" word")
+    url = name_login(database, monkeypatch, LOGIN, "first'%word")
     assert create_logins()[0] == LOGIN
     with psycopg.connect(url) as connection:
         assert connection.execute("SELECT count(*) FROM jobs").fetchone()
