@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import psycopg
 from psycopg import sql
 from sqlalchemy.engine import URL, make_url
@@ -19,8 +21,8 @@ def create_logins() -> list[str]:
     owner = make_url(settings.database_url.get_secret_value())
     urls = {"marlaas_service": settings.database_service_url, "marlaas_api": settings.database_api_url}
     made = []
-    names = owner.translate_connect_args(username="user", database="dbname")
-    with psycopg.connect(**names, **owner.query) as connection:
+    parameters: dict[str, Any] = {**owner.translate_connect_args(username="user", database="dbname"), **owner.query}
+    with psycopg.connect(**parameters) as connection:
         for role, secret in urls.items():
             if secret is not None:
                 login, password = _login(role, make_url(secret.get_secret_value()), owner)
