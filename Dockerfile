@@ -16,7 +16,7 @@ COPY pyproject.toml ./
 COPY app app
 COPY workers workers
 COPY migrations migrations
-RUN pip install --constraint constraints.txt '.[flower]'
+RUN pip install --constraint constraints.txt '.[monitor]'
 
 FROM python:3.11-slim-bookworm
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin marlaas \

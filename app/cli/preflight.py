@@ -93,7 +93,7 @@ def _print(report: PreflightReport) -> None:
     cells: dict[str, Any] = {"FIGURE": lambda row: row[0], "VALUE": lambda row: row[1]}
     out.print(table(_measured(report), cells, title="Measured with the base model"))
     say("")
-    out.print(table(_predicted(report.prediction), cells, title="The job, alone on the service"))
+    out.print(table(_predicted(report.prediction), cells, title="The job, on a service as busy as now"))
     for reason in report.prediction.unknown:
         out.print(Text(f"unknown: {reason}", style="dim"), soft_wrap=True)
     for sample in report.samples:

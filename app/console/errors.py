@@ -42,7 +42,7 @@ def unknown(anything: str) -> Response:
 
 def of_http(error: HTTPException) -> Response:
     if error.code is None or error.code < 400:
-        return error.get_response()  # type: ignore[return-value]  # a redirect
+        return error.get_response()  # a redirect
     return answer(error.code, error.description or "")
 
 
@@ -50,9 +50,9 @@ def of_marlaas(error: errors.MarlaasError) -> Response:
     """What cannot be done: a page; after a form, the form's page again with the message."""
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 400)
     asked_by_form = request.method == "POST" and request.referrer and "HX-Request" not in request.headers
-    if status == 400 and asked_by_form and request.referrer.startswith(request.host_url):  # type: ignore[union-attr]
+    if status == 400 and asked_by_form and request.referrer.startswith(request.host_url):
         flash(error.message, "error")
-        return redirect(request.referrer, 303)  # type: ignore[arg-type]
+        return redirect(request.referrer, 303)
     return answer(status, error.message)
 
 

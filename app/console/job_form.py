@@ -47,6 +47,8 @@ LABELS = {
     "hyperparameters.kl_coefficient": "KL coefficient",
 }
 
+NAME_RULE = "takes letters, digits, dot, dash and underscore, a letter or digit first"
+
 # Words where the model's own name or description is not enough in a form.
 HELP = {
     "name": "letters, digits, dot, dash, underscore; also the suffix of the model's name",
@@ -382,7 +384,7 @@ def _check(document: dict[str, Any], kind: str, errors: dict[str, list[str]]) ->
     for path, what in found:
         told = errors.setdefault(form_name(path, kind), [])
         if not told:  # what could not be read needs no second complaint
-            told.append(what)
+            told.append(NAME_RULE if path == "name" and "pattern" in what else what)
     return None if errors else spec
 
 

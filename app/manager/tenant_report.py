@@ -81,12 +81,12 @@ def _loads(session: Session, tenants: Sequence[Tenant]) -> list[TenantLoad]:
 def files(session: Session, tenant_id: uuid.UUID) -> TenantFiles:
     row = session.execute(
         text(
-            "SELECT count(*) AS count, coalesce(sum(o.size), 0) AS bytes FROM files f JOIN objects o"
+            "SELECT count(*) AS files, coalesce(sum(o.size), 0)::bigint AS bytes FROM files f JOIN objects o"
             " ON o.id = f.object_id WHERE f.tenant_id = :tenant AND f.deleted_at IS NULL"
         ),
         {"tenant": tenant_id},
     ).one()
-    return TenantFiles(int(row.count), int(row.bytes))
+    return TenantFiles(row.files, row.bytes)
 
 
 def count(session: Session) -> int:

@@ -267,7 +267,8 @@
         const [phase, version, kind, start, end] = at[1];
         const ago = this.told.end - this.told.start - start;
         const evaluation = kind === "train" ? "" : ` (${kind})`;
-        this.line.textContent = `${lane.name} of ${lane.tenant}: ${phase}${evaluation} at version ${version} for ${seconds(end - start)}, begun ${seconds(ago)} before the end`;
+        const what = `${phase}${evaluation} at version ${version} for ${seconds(end - start)}`;
+        this.line.textContent = `${lane.name} of ${lane.tenant}: ${what}, begun ${seconds(ago)} ${this.endLabel() === "now" ? "ago" : "before the end"}`;
       }
       this.draw();
     }
