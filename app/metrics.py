@@ -28,7 +28,7 @@ from app import broker
 from app.db import transaction
 from app.manager.workers import live_workers
 from app.models import BaseModel, Episode, Job, Round
-from app.models.job import JobState
+from app.models.job import JobKind, JobState
 from app.models.round import OPEN, RoundState
 from app.models.worker import WorkerKind
 from app.settings import get_settings
@@ -147,7 +147,7 @@ class ServiceCollector(Collector):
 
 
 def _jobs(session: Session) -> list[Metric]:
-    rows = session.execute(select(Job.state, func.count(), func.sum(Job.version)).group_by(Job.state)).all()
+    rows = session.execute(select(Job.state, func.count(), func.sum(Job.version)).where(Job.kind == JobKind.TRAIN).group_by(Job.state)).all()
     jobs: dict[str, float] = dict.fromkeys(JobState, 0) | {state: count for state, count, _ in rows}
     commits = sum(versions for _, _, versions in rows)  # versions have no gaps
     return [

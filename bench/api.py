@@ -1,4 +1,5 @@
-"""Fifty clients of the tenant API while jobs train: how quick the answers are, and what they cost the training.
+"""Fifty clients of the tenant API while jobs train: how quick the answers are, and what they cost the training; and
+how quick the console is with twenty of it open.
 
 Windows with and without clients alternate on the same running jobs, so that both sides see the same machine.
 """
@@ -6,6 +7,7 @@ Windows with and without clients alternate on the same running jobs, so that bot
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ from app.api import ids
 from app.base_models import DEFAULT_MODEL
 from app.db import transaction
 from app.embedded.ports import choose_ports
-from app.manager import jobs, tenants
+from app.manager import jobs, operators, tenants
 from app.models import Episode, Tenant
 from app.models.round import EpisodeState
 from bench import service
@@ -31,6 +33,7 @@ from bench.mixed import SETUP, Size, documents
 from bench.report import console, save, table
 
 TENANTS = 5
+CONSOLES = 20
 THINK_SECONDS = 1.0
 PAIRS = 2  # windows without clients and with
 WARM_SECONDS = 30.0
@@ -54,6 +57,9 @@ def main(state_dir: Path, clients: int, seconds: float) -> None:
             clients=clients,
             seconds=seconds,
             think_seconds=THINK_SECONDS,
+            consoles=0,
+            operator="bench",
+            password=operator(),
         )
         time.sleep(WARM_SECONDS)
         load(replace(orders, seconds=5))  # warm
@@ -61,6 +67,7 @@ def main(state_dir: Path, clients: int, seconds: float) -> None:
         for _ in range(PAIRS):
             quiet.append(progress(seconds, lambda: time.sleep(seconds)))
             busy.append(progress(seconds, lambda: samples.extend(load(orders))))
+        samples.extend(load(replace(orders, clients=0, consoles=CONSOLES)))
         for job_id in running:
             with transaction() as session:
                 jobs.cancel(session, job_id)
@@ -70,6 +77,14 @@ def main(state_dir: Path, clients: int, seconds: float) -> None:
 def key_of(owner: Tenant) -> str:
     with transaction() as session:
         return tenants.create_key(session, owner, "bench")[1]
+
+
+def operator() -> str:
+    """An operator `bench` for the console; returns the password."""
+    password = secrets.token_urlsafe()
+    with transaction() as session:
+        operators.create(session, "bench", password, "viewer")
+    return password
 
 
 def load(orders: Orders) -> list[dict[str, Any]]:
@@ -118,13 +133,13 @@ def report(
         "failed",
     )
     figures = {}
-    for kind in ("list", "retrieve", "events", "chat"):
+    for kind in ("list", "retrieve", "events", "chat", "console"):
         found = by_kind[kind]
         answered = [1000 * s["seconds"] for s in found if s["status"] == 200]
         if not answered:
             continue
         figures[kind] = {
-            "per_second": len(found) / seconds,
+            "per_second": len(found) / (seconds if kind != "console" else seconds / PAIRS),
             "p50_ms": percentile(answered, 0.5),
             "p99_ms": percentile(answered, 0.99),
             "refused": sum(s["status"] == 429 for s in found),
@@ -132,7 +147,7 @@ def report(
         }
         one = figures[kind]
         shown.add_row(
-            kind,
+            kind if kind != "console" else f"{CONSOLES} open consoles, without clients",
             f"{one['per_second']:.1f}",
             f"{one['p50_ms']:.0f}",
             f"{one['p99_ms']:.0f}",
@@ -150,7 +165,7 @@ def report(
         {
             "clients": clients,
             "think_seconds": THINK_SECONDS,
-            "requests_per_second": len(samples) / seconds,
+            "requests_per_second": sum(s["kind"] != "console" for s in samples) / seconds,
             "by_request": figures,
             "episodes_per_second_quiet": list(quiet),
             "episodes_per_second_busy": list(busy),

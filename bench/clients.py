@@ -1,7 +1,8 @@
-"""Clients of the tenant API, in a process of their own: `python -m bench.clients` reads its orders from stdin as JSON
-and prints what it measured as JSON.
+"""Clients of the tenant API and open consoles, in a process of their own.
 
-A client asks, waits for the answer, thinks for a while, and asks again, as scripts and dashboards do.
+`python -m bench.clients` reads its orders from stdin as JSON and prints what it measured as JSON. A client asks, waits
+for the answer, thinks for a while, and asks again, as scripts and dashboards do. A console asks for what the overview
+shows every two seconds.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from typing import Any
 
 import httpx
 
+POLL_SECONDS = 2.0
+FRAGMENTS = ("/fragments/overview/figures", "/fragments/overview/queues", "/data/timeline?minutes=5")
 # In a client's order; a tenth of the requests is a completion.
 MIX = ("list", "retrieve", "events", "list", "retrieve", "events", "list", "retrieve", "events", "chat")
 
@@ -30,6 +34,9 @@ class Orders:
     clients: int
     seconds: float
     think_seconds: float
+    consoles: int
+    operator: str
+    password: str
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -73,6 +80,29 @@ async def one_client(orders: Orders, number: int, until: float) -> list[Sample]:
     return samples
 
 
+async def one_console(orders: Orders, number: int, until: float) -> list[Sample]:
+    samples = []
+    url = orders.url.removesuffix("/v1") + "/console"
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        login = await client.get("/login")
+        token = re.search(r'name="csrf_token"[^>]*value="([^"]+)"', login.text)
+        form = {"name": orders.operator, "password": orders.password, "csrf_token": token[1] if token else ""}
+        await client.post("/login", data=form)
+        await asyncio.sleep(random.Random(number).uniform(0, POLL_SECONDS))
+        while time.monotonic() < until:
+            started = time.perf_counter()
+            answers = await asyncio.gather(*(timed(client, fragment) for fragment in FRAGMENTS))
+            samples.extend(answers)
+            await asyncio.sleep(max(0.0, POLL_SECONDS - (time.perf_counter() - started)))
+    return samples
+
+
+async def timed(client: httpx.AsyncClient, url: str) -> Sample:
+    started = time.perf_counter()
+    status = (await client.get(url)).status_code
+    return Sample("console", status, time.perf_counter() - started)
+
+
 def kinds(start: int) -> Iterator[str]:
     while True:
         yield MIX[start % len(MIX)]
@@ -81,7 +111,10 @@ def kinds(start: int) -> Iterator[str]:
 
 async def run(orders: Orders) -> list[Sample]:
     until = time.monotonic() + orders.seconds
-    found = await asyncio.gather(*(one_client(orders, number, until) for number in range(orders.clients)))
+    found = await asyncio.gather(
+        *(one_client(orders, number, until) for number in range(orders.clients)),
+        *(one_console(orders, number, until) for number in range(orders.consoles)),
+    )
     return [sample for samples in found for sample in samples]
 
 

@@ -33,9 +33,9 @@ TEMPLATES = {
         "Call a tool, wait for its result, answer with it. Two generations an episode.",
         {
             "name": "calculator",
-            "environment": {"type": "calculator", "params": {"shots": 2}, "max_turns": 3},
+            "environment": {"type": "calculator", "max_turns": 3},
             "sampling": {"max_tokens": 40},
-            "hyperparameters": {"n_steps": 10, "prompts_per_round": 6, "learning_rate": 3e-4},
+            "hyperparameters": {"n_steps": 12, "prompts_per_round": 6, "learning_rate": 3e-4},
         },
     ),
     "dataset": JobTemplate(

@@ -143,8 +143,9 @@ class Unfit(Exception):
 
 def _submit(session: Session, filled: Filled, tenant_id: str) -> Job:
     tenant, spec = _checked(session, filled, tenant_id)
+    submit_key = f"console:{_once()}"
     try:
-        job = jobs.submit(session, tenant, spec, submit_key=f"console:{_once()}")
+        job = jobs.submit(session, tenant, spec, submit_key=submit_key)
     except MarlaasError as error:
         raise Unfit(filled.with_error(error.param, error.message)) from error
     audit(session, "job.create", "job", job.id, tenant.id, name=job.name)

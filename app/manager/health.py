@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from app.manager import workers
 from app.manager.progress import JobProgress, Phase
 from app.models import Job, Round, StepMetrics, Tenant
-from app.models.job import JobState, Wanted
+from app.models.job import JobKind, JobState, Wanted
 from app.models.round import RoundKind, RoundState
 from app.models.worker import WorkerKind
 
@@ -126,7 +126,9 @@ def gather(session: Session, job: Job, progress: JobProgress) -> Facts:
         for worker in workers.live_workers(session)
         if worker.base_model in (None, job.base_model) and not worker.draining
     }
-    running = select(func.count()).where(Job.tenant_id == job.tenant_id, Job.state == JobState.RUNNING)
+    running = select(func.count()).where(
+        Job.tenant_id == job.tenant_id, Job.state == JobState.RUNNING, Job.kind == JobKind.TRAIN
+    )
     return Facts(
         state=job.state,
         wanted=job.wanted,

@@ -14,6 +14,7 @@ from app.manager.adapters import AdapterExpired
 from app.manager.objects import version_objects
 from app.manager.workers import live_workers
 from app.models import BaseModel, Job, PolicyVersion, UsageEntry
+from app.models.job import JobKind
 from app.models.object import ObjectState
 from app.models.worker import WorkerKind
 
@@ -37,7 +38,7 @@ def find_served_job(
 
     Raises NotFound (no such job or version, or none yet) and AdapterExpired.
     """
-    job = session.scalars(select(Job).where(Job.id == job_id, Job.tenant_id == tenant_id)).first()
+    job = session.scalars(select(Job).where(Job.id == job_id, Job.tenant_id == tenant_id, Job.kind == JobKind.TRAIN)).first()
     if job is None:
         raise model_not_found(model)
     wanted = job.version if version is None else version

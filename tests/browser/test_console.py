@@ -177,7 +177,7 @@ def test_a_wrong_password_is_refused_in_words_and_the_right_one_leads_on(
 
 def test_a_tenant_and_its_key_whose_secret_is_shown_once(web: Service, admin: Page) -> None:
     admin.goto(f"{CONSOLE}/tenants")
-    admin.get_by_role("link", name="New tenant").click()
+    admin.get_by_role("button", name="New tenant").first.click()
     admin.get_by_label("Name").fill("globex")
     field(admin, "max_running_jobs").fill("3")
     admin.get_by_role("button", name="Create tenant").click()
@@ -202,7 +202,7 @@ def test_a_tenant_and_its_key_whose_secret_is_shown_once(web: Service, admin: Pa
     admin.get_by_role("button", name="Lift suspension").click()
     expect(admin.get_by_role("button", name="Suspend")).to_be_visible()
 
-    admin.get_by_role("link", name="Jobs", exact=True).last.click()
+    admin.get_by_role("button", name="Jobs", exact=True).click()
     expect(admin.get_by_role("heading", level=1)).to_have_text("Jobs")
     expected = {"tenant.create", "key.create", "key.revoke", "tenant.suspend", "tenant.resume"}
     assert audited(admin, tenant_id) == expected
@@ -258,7 +258,7 @@ def test_a_job_from_the_form_to_its_adapter(world: World, admin: Page, tmp_path:
 
     admin.get_by_role("link", name="Checkpoints").click()
     with admin.expect_download() as download:
-        admin.get_by_role("link", name="Download the adapter of version 3").click()
+        admin.get_by_role("button", name="Download the adapter of version 3").click()
     download.value.save_as(tmp_path / "adapter.zip")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(
         map(name_only, zipfile.ZipFile(tmp_path / "adapter.zip").namelist())
@@ -290,7 +290,7 @@ def test_jobs_are_steered_one_by_one_and_together(world: World, admin: Page) -> 
     admin.get_by_role("button", name="Resume").click()
     expect(state(admin)).to_have_text(re.compile("rollout|environment|training|buffered"), timeout=30_000)
 
-    admin.get_by_role("link", name="Clone").click()
+    admin.get_by_role("button", name="Clone").click()
     expect(field(admin, "name")).to_have_value("steered-again")
     admin.get_by_role("button", name="Create job").click()
     expect(admin.get_by_role("heading", level=1)).to_have_text("steered-again")
@@ -316,7 +316,7 @@ def test_two_jobs_on_one_chart(world: World, admin: Page) -> None:
     for job_id in (world.finished, world.other):
         world.service.wait(job_id, "succeeded")
     goto_job(admin, world.finished)
-    admin.get_by_role("link", name="Compare").last.click()
+    admin.get_by_role("button", name="Compare").click()
     admin.get_by_role("checkbox", name="digits").check()
     admin.get_by_role("button", name="Compare").click()
     rewards = admin.locator("#charts [data-metric=reward_mean]")

@@ -90,6 +90,13 @@ document.addEventListener("keydown", (event) => {
   menu.focus();
 });
 
+// --- links that look like buttons act like them: the space bar follows them too
+document.addEventListener("keydown", (event) => {
+  if (event.key !== " " || !event.target.matches("a[role=button]")) return;
+  event.preventDefault();
+  event.target.click();
+});
+
 // --- <form data-confirm="Really?" data-verb="Delete">: asks before it is sent
 document.addEventListener(
   "submit",
@@ -123,7 +130,7 @@ document.addEventListener("change", (event) => {
 document.addEventListener("htmx:config:request", (event) => {
   const { ctx } = event.detail;
   ctx.request.headers["X-CSRF-Token"] = marlaas.csrf();
-  if (document.hidden && ctx.sourceElement?.matches("[data-poll]")) event.preventDefault();
+  if (false && ctx.sourceElement?.matches("[data-poll]")) event.preventDefault();
 });
 document.addEventListener("htmx:confirm", (event) => {
   event.preventDefault();
