@@ -43,7 +43,7 @@ DATASET: dict[str, Any] = {
 }
 # Trains for as long as the tests last, and mostly waits for its tool.
 ENDLESS: dict[str, Any] = {
-    "environment": {"type": "toy_dialogue", "max_turns": 2, "params": {"latency": 0.3}},
+    "environment": {"type": "toy_dialogue", "max_turns": 2, "params": {"latency": 0.6}},
     "hyperparameters": {"n_steps": 1000},
 }
 

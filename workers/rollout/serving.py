@@ -206,12 +206,12 @@ class Serving:
             prompt_tokens = sum(map(len, prompts))
             fingerprint = policy.weights_digest if policy else None
             session.send({"begun": {"prompt_tokens": prompt_tokens, "fingerprint": fingerprint}})
-            if session.left:
-                return
-            try:
-                self._generate(session, choices, policy)
-            finally:
-                generated = self._end(session, choices, prompt_tokens)
+            generated = 0
+            if not session.left:
+                try:
+                    self._generate(session, choices, policy)
+                finally:
+                    generated = self._end(session, choices, prompt_tokens)
         if isinstance(session.left, MarlaasError):
             why, session.left = session.left, False
             raise why
