@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 
 POLL_SECONDS = 2.0
 FRAGMENTS = ("/fragments/overview/figures", "/fragments/overview/queues", "/data/timeline?minutes=5")

@@ -96,9 +96,10 @@ def audit(
 
 
 def _guard() -> Response | None:
-    g.operator = _current()
+    g.operator = None
     if request.endpoint == "console.static":
         return None
+    g.operator = _current()
     view: Any = current_app.view_functions[request.endpoint or ""]
     least: RoleName | None = view.least_role
     if least is None:

@@ -7,6 +7,7 @@ import uuid
 
 import structlog
 from flask import Blueprint, flash, make_response, redirect, render_template, request
+from sqlalchemy.exc import OperationalError
 from werkzeug.exceptions import HTTPException, InternalServerError, NotFound
 from werkzeug.wrappers import Response
 
@@ -31,6 +32,7 @@ METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 def install(console: Blueprint) -> None:
     console.register_error_handler(HTTPException, of_http)
     console.register_error_handler(errors.MarlaasError, of_marlaas)
+    console.register_error_handler(OperationalError, of_database)
     console.register_error_handler(Exception, of_bug)
     console.add_url_rule("/<path:anything>", "unknown", unknown, methods=METHODS)
 
@@ -54,6 +56,13 @@ def of_marlaas(error: errors.MarlaasError) -> Response:
         flash(error.message, "error")
         return redirect(request.referrer, 303)
     return answer(status, error.message)
+
+
+def of_database(error: OperationalError) -> Response:
+    log.warning("database_unreachable", path=request.path, error=str(error.orig))
+    return answer(
+        503, "The database does not answer. The page works again once it does; the web process's log has more."
+    )
 
 
 def of_bug(error: Exception) -> Response:

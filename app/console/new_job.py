@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from pathlib import PurePath
 from typing import Any
 
 from flask import redirect, render_template, request, url_for
@@ -39,6 +40,9 @@ from app.specs.job import JobSpec
 from app.specs.reasoning_gym import TASKS
 
 DEFAULT_TEMPLATE = "reasoning_gym"
+UPLOAD_BYTES = 32 << 20  # through a browser; the API takes larger ones
+TRAINING_FILE = "params.dataset.file_id"
+FILE_FIELDS = [f for f in ENVIRONMENTS["dataset"] if f.kind == "file"]
 
 
 @console.get("/jobs/new")
@@ -85,14 +89,37 @@ def new_job_preview() -> str:
 @role("operator")
 def new_job_files() -> str:
     """The file choices of a tenant."""
+    return _file_choices(request.args.get("tenant", ""))
+
+
+@console.post("/fragments/new-job/files")
+@role("operator")
+def upload_job_file() -> str:
+    """Uploads a data file for the chosen tenant; answers the choices with it chosen, or what is wrong with it."""
+    request.max_content_length = UPLOAD_BYTES
+    tenant_id, sent = request.form.get("tenant", ""), request.files.get("file")
     with transaction() as session:
-        tenant = _tenant(session, request.args.get("tenant", ""))
+        tenant = _tenant(session, tenant_id)
+    if tenant is None or sent is None:
+        return _file_choices(tenant_id, wrong="choose the tenant first: the file will be its own")
+    try:
+        made = files.upload(tenant.id, PurePath(sent.filename or "").name, sent.stream)
+    except MarlaasError as error:
+        return _file_choices(tenant_id, wrong=error.message)
+    with transaction() as session:
+        audit(session, "file.upload", "file", made.id, tenant.id, name=made.name, lines=made.lines)
+    return _file_choices(tenant_id, chosen=str(made.id))
+
+
+def _file_choices(tenant_id: str, chosen: str = "", wrong: str | None = None) -> str:
+    with transaction() as session:
+        tenant = _tenant(session, tenant_id)
         return render_template(
             "console/_new_job_files.html",
             files=files.list_files(session, tenant) if tenant else [],
-            fields=[f for f in ENVIRONMENTS["dataset"] if f.kind == "file"],
-            values={name: request.args.get(name, "") for name in request.args},
-            errors={},
+            fields=FILE_FIELDS,
+            values={TRAINING_FILE: chosen},
+            errors={TRAINING_FILE: [wrong]} if wrong else {},
         )
 
 

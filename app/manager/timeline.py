@@ -81,7 +81,9 @@ _SPANS = """
 WITH ids AS (
     SELECT id FROM rounds WHERE state IN ('rolling_out', 'ready', 'training') AND created_at < :end
     UNION SELECT id FROM rounds WHERE kind = 'train' AND state = 'committed' AND finished_at > :start
-    UNION SELECT round_id FROM phase_spans WHERE started_at > :floor AND started_at < :end AND ended_at > :start
+    UNION SELECT id FROM rounds WHERE job_id = ANY(CAST(:jobs AS uuid[])) AND created_at < :end AND finished_at > :start
+    UNION SELECT round_id FROM phase_spans
+        WHERE CAST(:jobs AS uuid[]) IS NULL AND started_at > :floor AND started_at < :end AND ended_at > :start
 ), shown AS (
     SELECT r.id, r.job_id, r.kind, r.policy_version, r.state,
         coalesce(r.admitted_at, r.created_at) AS opened_at, r.training_at, coalesce(r.finished_at, :end) AS closed_at

@@ -13,9 +13,11 @@ from sqlalchemy import select, text
 from sqlalchemy.exc import ProgrammingError
 from werkzeug.routing import Rule
 
+from app import db
 from app.console import overview, security, storage, workers
 from app.console.auth import RANKS
-from app.db import engine, transaction
+from app.db import transaction
+from app.embedded import EmbeddedStack
 from app.manager import audit, events, operators, tenants
 from app.models import ApiKey, AuditEntry, Job, Tenant
 from tests import by_hand
@@ -215,7 +217,7 @@ def test_the_wait_ends_and_is_not_prolonged_by_tries(browser: Console, quick: No
 
 def age_log(minutes: int) -> None:
     """The service may only add to the log; its owner makes the entries older."""
-    with engine("owner").begin() as connection:
+    with db.engine("owner").begin() as connection:
         connection.execute(
             text("UPDATE audit_log SET created_at = created_at - make_interval(mins => :minutes)"), {"minutes": minutes}
         )
@@ -304,6 +306,17 @@ def test_a_bug_tells_nothing_of_the_inside(admin: Console, monkeypatch: pytest.M
     response = admin.get("/console/storage")
     assert response.status_code == 500
     assert "hunter2" not in response.text and "reference" in response.text
+
+
+def test_without_the_database_a_page_says_so(admin: Console, stack: EmbeddedStack) -> None:
+    stack.stop("postgres")
+    try:
+        response = admin.get("/console/tenants")
+    finally:
+        stack.start("postgres")
+        db.dispose_engines()
+    assert response.status_code == 503
+    assert "The database does not answer." in response.text
 
 
 def test_a_lost_session_sends_scripts_to_the_login(browser: Console) -> None:

@@ -546,6 +546,43 @@ def test_the_files_of_the_chosen_tenant_are_offered(console: Console, tenant: Te
     assert str(file_id) not in console.get(f"/console/fragments/new-job/files?tenant={uuid.uuid4()}").text
 
 
+LINES = b'{"messages": [{"role": "user", "content": "1+1?"}], "answer": "2"}\n' * 3
+
+
+def upload(console: Console, tenant_id: object, content: bytes, name: str = "sums.jsonl") -> str:
+    fields = {"tenant": str(tenant_id), "file": (io.BytesIO(content), name)}
+    response = console.post("/console/fragments/new-job/files", headers={"X-CSRF-Token": console.token()}, **fields)
+    assert response.status_code == 200
+    return response.text
+
+
+def test_a_file_is_uploaded_and_chosen(console: Console, tenant: Tenant) -> None:
+    page = upload(console, tenant.id, LINES)
+    (entry,) = audited("file.upload")
+    assert f'<option value="{entry.target_id}" selected>sums.jsonl (3 lines)' in page
+    fields = {"params.dataset.file_id": entry.target_id, "sampling.max_tokens": "8"}
+    console.done("/console/jobs/new", **form("dataset", tenant, **fields))
+    assert only_job().spec["environment"]["params"]["file_id"] == entry.target_id
+
+
+@pytest.mark.parametrize(("content", "told"), [(b"{", "line 1 is not JSON"), (b"", "no items"), (b"\xff", "not UTF-8")])
+def test_a_file_that_cannot_be_read_is_refused(console: Console, tenant: Tenant, content: bytes, told: str) -> None:
+    page = html.unescape(upload(console, tenant.id, content))
+    assert told in page and "selected" not in page
+    assert audited("file.upload") == []
+
+
+def test_a_file_wants_its_tenant_first(console: Console, hand: None) -> None:
+    assert "choose the tenant first" in upload(console, "", LINES)
+
+
+def test_a_file_over_the_limit_is_refused(console: Console, tenant: Tenant, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.console.new_job.UPLOAD_BYTES", 100)
+    fields = {"tenant": str(tenant.id), "file": (io.BytesIO(LINES), "x.jsonl")}
+    headers = {"X-CSRF-Token": console.token()}
+    assert console.post("/console/fragments/new-job/files", headers=headers, **fields).status_code == 413
+
+
 # --- preflight
 
 

@@ -130,7 +130,7 @@ document.addEventListener("change", (event) => {
 document.addEventListener("htmx:config:request", (event) => {
   const { ctx } = event.detail;
   ctx.request.headers["X-CSRF-Token"] = marlaas.csrf();
-  if (false && ctx.sourceElement?.matches("[data-poll]")) event.preventDefault();
+  if (document.hidden && ctx.sourceElement?.matches("[data-poll]")) event.preventDefault();
 });
 document.addEventListener("htmx:confirm", (event) => {
   event.preventDefault();

@@ -13,12 +13,26 @@
     timer = setTimeout(() => form.dispatchEvent(new CustomEvent("marlaas:changed")), WAIT_MS);
   }
 
-  async function bringFiles(tenant) {
+  /** The file choices of the chosen tenant; with a file, after it was uploaded. */
+  async function bringFiles(file = null) {
+    const choices = document.getElementById("file-choices");
+    const tenant = form.elements.tenant.value;
     const url = new URL(form.dataset.files, location.href);
-    url.searchParams.set("tenant", tenant);
-    const answer = await fetch(url);
+    const options = { headers: { "X-CSRF-Token": marlaas.csrf() } };
+    if (file) {
+      options.method = "POST";
+      options.body = new FormData();
+      options.body.set("tenant", tenant);
+      options.body.set("file", file);
+    } else {
+      url.searchParams.set("tenant", tenant);
+    }
+    choices.setAttribute("aria-busy", "true");
+    const answer = await fetch(url, options);
+    choices.removeAttribute("aria-busy");
     if (answer.redirected) location.reload();
-    if (answer.ok) document.getElementById("file-choices").innerHTML = await answer.text();
+    else if (answer.ok) choices.innerHTML = await answer.text();
+    else marlaas.toast(answer.status === 413 ? "The file is too large for the browser; use the API." : "That did not work.", "error");
     changed();
   }
 
@@ -28,7 +42,8 @@
     event.target.removeAttribute("aria-invalid");
   });
   form.addEventListener("change", (event) => {
-    if (event.target.name === "tenant") bringFiles(event.target.value);
+    if (event.target.name === "tenant") bringFiles();
+    if (event.target.matches("[data-upload]") && event.target.files.length) bringFiles(event.target.files[0]);
   });
   form.addEventListener("click", (event) => {
     const preset = event.target.closest("[data-fill]");

@@ -13,6 +13,7 @@
   const LABELS = 16; // height of the row of version labels
   const AXIS = 22;
   const PHASES = ["rollout", "environment", "training", "waiting"];
+  const OVER = ["succeeded", "failed", "cancelled"];
   const SHARE = { rollout: [0, 0.5], environment: [0.5, 0.5], training: [0, 1], waiting: [0.42, 0.16] };
 
   const css = marlaas.color;
@@ -278,8 +279,14 @@
     const timeline = new Timeline(root);
     marlaas.onTheme(() => timeline.draw());
     root.addEventListener("timeline:refresh", () => timeline.refresh());
-    if ("once" in root.dataset) timeline.refresh();
-    else marlaas.poll(root, () => timeline.refresh());
+    if ("once" in root.dataset) {
+      timeline.refresh();
+      return;
+    }
+    const stop = marlaas.poll(root, async () => {
+      await timeline.refresh();
+      if (timeline.versions && timeline.told.lanes.every((lane) => OVER.includes(lane.state))) stop();
+    });
   }
 
   document.querySelectorAll("[data-timeline]").forEach(start);
