@@ -147,7 +147,9 @@ class ServiceCollector(Collector):
 
 
 def _jobs(session: Session) -> list[Metric]:
-    rows = session.execute(select(Job.state, func.count(), func.sum(Job.version)).where(Job.kind == JobKind.TRAIN).group_by(Job.state)).all()
+    rows = session.execute(
+        select(Job.state, func.count(), func.sum(Job.version)).where(Job.kind == JobKind.TRAIN).group_by(Job.state)
+    ).all()
     jobs: dict[str, float] = dict.fromkeys(JobState, 0) | {state: count for state, count, _ in rows}
     commits = sum(versions for _, _, versions in rows)  # versions have no gaps
     return [

@@ -60,9 +60,7 @@ def of_marlaas(error: errors.MarlaasError) -> Response:
 
 def of_database(error: OperationalError) -> Response:
     log.warning("database_unreachable", path=request.path, error=str(error.orig))
-    return answer(
-        503, "The database does not answer. The page works again once it does; the web process's log has more."
-    )
+    return answer(503, "The database does not answer. The page works again once it does; the log has more.")
 
 
 def of_bug(error: Exception) -> Response:

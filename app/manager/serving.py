@@ -38,7 +38,9 @@ def find_served_job(
 
     Raises NotFound (no such job or version, or none yet) and AdapterExpired.
     """
-    job = session.scalars(select(Job).where(Job.id == job_id, Job.tenant_id == tenant_id, Job.kind == JobKind.TRAIN)).first()
+    job = session.scalars(
+        select(Job).where(Job.id == job_id, Job.tenant_id == tenant_id, Job.kind == JobKind.TRAIN)
+    ).first()
     if job is None:
         raise model_not_found(model)
     wanted = job.version if version is None else version

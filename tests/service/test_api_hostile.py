@@ -64,7 +64,12 @@ class Repeated(io.RawIOBase):
 
 @pytest.mark.parametrize(
     ("pattern", "problem"),
-    [(b"x", "line 1 is longer"), (b"[", "line 1 is longer"), (b"\xff\n", "line 1 is not UTF-8"), (b"\n", "line 10001 is blank")],
+    [
+        (b"x", "line 1 is longer"),
+        (b"[", "line 1 is longer"),
+        (b"\xff\n", "line 1 is not UTF-8"),
+        (b"\n", "line 10001 is blank"),
+    ],
     ids=["one line", "deep", "no text", "blank lines"],
 )
 def test_a_hundred_megabytes_are_refused_and_leave_nothing(
