@@ -25,7 +25,7 @@ from app.specs.job import JobSpec
 
 LATEST_EVENTS = 200
 CHECKPOINTS = 50
-TIMELINE_MINUTES = (2, 5, 10, 30, 60)
+TIMELINE_MINUTES = (1, 2, 5, 10, 30, 60)
 
 
 @console.get("/jobs/<uuid:job_id>")
@@ -33,7 +33,9 @@ TIMELINE_MINUTES = (2, 5, 10, 30, 60)
 def job(job_id: uuid.UUID) -> str:
     with transaction() as session:
         found = find(session, job_id)
-        return render_template("console/job.html", metrics=METRICS, minutes=TIMELINE_MINUTES, **_status(session, found))
+        status = _status(session, found)
+        shown = 5 if status["live"] else _minutes_of(status["progress"].elapsed_seconds)
+        return render_template("console/job.html", metrics=METRICS, minutes=TIMELINE_MINUTES, shown=shown, **status)
 
 
 @console.get("/fragments/jobs/<uuid:job_id>")
@@ -131,6 +133,11 @@ def _status(session: Session, found: Job) -> dict[str, Any]:
         "spec": JobSpec.model_validate(found.spec),
         **head(session, found),
     }
+
+
+def _minutes_of(seconds: float) -> int:
+    """The shortest timeline that has room for so long."""
+    return next((m for m in TIMELINE_MINUTES if m * 60 >= seconds), TIMELINE_MINUTES[-1])
 
 
 def _events_page(template: str, job_id: uuid.UUID) -> str:

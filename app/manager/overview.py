@@ -94,7 +94,10 @@ def overview(session: Session) -> Overview:
         phases=_phases(session),
         queues=_queues(session),
         workers=alive,
-        known_workers=session.execute(text("SELECT count(*) FROM workers WHERE slots > 0")).scalar_one(),
+        # Those that stopped on purpose have gone out of this day.
+        known_workers=session.execute(
+            text("SELECT count(*) FROM workers WHERE seen_at > now() - interval '1 day'")
+        ).scalar_one(),
         slots=sum(w.slots for w in engines),
         slots_taken=sum(int(w.load.get("running", 0)) for w in engines),
         errors=_errors(session),

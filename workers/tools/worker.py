@@ -48,10 +48,10 @@ class ToolsWorker:
         self.runner = EnvironmentRunner(module_names(get_settings().environment_modules))
         self.grader_runs = GraderRuns()
         self.executor = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="call")
-        self.calls = 0
+        self.calls: set[object] = set()  # under way; threads add and take away
         self.strikes: Counter[uuid.UUID] = Counter()
         this.slots = CALLS_AT_ONCE
-        this.load = lambda: {"calls": self.calls}
+        this.load = lambda: {"calls": len(self.calls)}
 
     def warm(self) -> None:
         """Reads the tokenizers of the registered base models, so that the first job does not wait for that."""
@@ -152,8 +152,12 @@ class ToolsWorker:
     def _call(self, round_: episodes.RoundContext, method: Any, args: dict[str, Any]) -> dict[str, Any]:
         spec = self._environment(round_.tenant_id, round_.spec)
         deadline = min(spec.call_timeout_seconds, get_settings().tool_deadline_seconds)
-        self.calls += 1
-        answer = self.runner.call(str(round_.job_id), spec, round_.spec.seed, method, args, deadline)
+        call = object()
+        self.calls.add(call)
+        try:
+            answer = self.runner.call(str(round_.job_id), spec, round_.spec.seed, method, args, deadline)
+        finally:
+            self.calls.remove(call)
         self.strikes.pop(round_.job_id, None)
         return answer
 

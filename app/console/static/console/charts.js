@@ -184,6 +184,13 @@
     return { data: uPlot.join(filled), series: jobs.map((job, i) => line(job.name, colour(i))), bands: [] };
   }
 
+  /** A flat line gets an axis of its own size; uPlot would draw a zero on one from 0 to 100. */
+  function height(_, low, high) {
+    if (low === null) return [0, 1];
+    if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+    return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
+  }
+
   function options(target, series, bands, key) {
     const axis = {
       stroke: css("--text-muted"),
@@ -194,7 +201,7 @@
     return {
       width: target.clientWidth || 320,
       height: HEIGHT,
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range: height } },
       cursor: { sync: { key }, points: { size: 7 }, drag: { x: true, y: false } },
       legend: { live: true },
       axes: [

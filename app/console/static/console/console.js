@@ -78,6 +78,9 @@ const marlaas = (() => {
 
 document.querySelectorAll(".toast").forEach(marlaas.arm);
 
+// Where tabs are wider than the window, the present one is in sight.
+for (const tab of document.querySelectorAll(".tabs [aria-current]")) tab.scrollIntoView({ block: "nearest", inline: "center" });
+
 // --- the menu of narrow windows
 const menu = document.querySelector("[data-menu]");
 menu?.addEventListener("click", () => {

@@ -206,9 +206,9 @@
       let free = 0;
       for (const [version, start] of starts) {
         const x = start * this.scale;
+        if (x + 3 < free) continue;
         pen.fillRect(x, i * this.lane + 3, 1, this.lane - 8);
         const label = `v${version}`;
-        if (x + 3 < free) continue;
         pen.fillText(label, x + 4, i * this.lane + 12);
         free = x + pen.measureText(label).width + 12;
       }

@@ -451,13 +451,3 @@ def test_the_theme_that_was_chosen_stays(web: Service, admin: Page) -> None:
     expect(root).to_have_attribute("data-theme", "dark")
     admin.get_by_role("button", name="Light or dark").click()
     expect(root).to_have_attribute("data-theme", "light")
-
-
-def test_the_menu_of_a_phone_opens_and_leads_on(web: Service, admin: Page) -> None:
-    admin.set_viewport_size(PHONE)
-    admin.goto(f"{CONSOLE}/storage")
-    workers = admin.get_by_role("navigation", name="Main").get_by_role("link", name="Workers")
-    expect(workers).to_be_hidden()
-    admin.get_by_role("button", name="Menu").click()
-    workers.click()
-    expect(admin).to_have_url(f"{CONSOLE}/workers")
