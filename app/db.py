@@ -30,6 +30,8 @@ def engine(role: Role) -> Engine:
     own = {"owner": None, "service": settings.database_service_url, "api": settings.database_api_url}[role]
     url = make_url((own or settings.database_url).get_secret_value())
     options = "-c lock_timeout=10s -c idle_in_transaction_session_timeout=60s"
+    if role == "api":
+        options += " -c statement_timeout=15s"  # no tenant's question may take a connection for long
     if role != "owner" and own is None:
         options += f" -c role=marlaas_{role}"
     return create_engine(
@@ -37,6 +39,7 @@ def engine(role: Role) -> Engine:
         pool_pre_ping=True,
         pool_size=10,
         max_overflow=40,
+        hide_parameters=True,  # they hold tenants' text and hashes of keys
         connect_args={"options": options, "connect_timeout": 10, "application_name": f"marlaas-{role}"},
     )
 

@@ -88,7 +88,7 @@ class Settings(BaseSettings):
     secret_key: SecretStr | None = None  # signs console sessions; without one they end with the process
     metrics_token: SecretStr | None = None  # bearer token that /metrics asks for; none: open
     chat_deadline_seconds: float = 120.0
-    chat_waiting: int = 64  # completions at once over all tenants
+    chat_waiting: int = 24  # completions at once over all tenants; well below web_threads, as each holds one
     idempotency_hours: float = 24.0  # answers to POST requests are kept this long
     log_json: bool = True
     log_level: str = "INFO"

@@ -32,9 +32,13 @@ def file_key(tenant_id: uuid.UUID, file_id: uuid.UUID) -> str:
     return f"tenants/{tenant_id}/files/{file_id}.jsonl"
 
 
+PROBE_SECONDS = 3
+
+
 @lru_cache
-def client(public: bool = False) -> S3Client:
-    """`public`: signs for the endpoint that tenants reach, as a presigned URL signs its host."""
+def client(public: bool = False, *, probe: bool = False) -> S3Client:
+    """`public`: signs for the endpoint that tenants reach, as a presigned URL signs its host. `probe`: tries once, and
+    not for long."""
     settings = get_settings()
     endpoint = (settings.s3_public_endpoint_url if public else None) or settings.s3_endpoint_url
     secret = settings.s3_secret_key
@@ -48,9 +52,9 @@ def client(public: bool = False) -> S3Client:
         config=Config(
             signature_version="s3v4",
             s3={"addressing_style": "path"},
-            connect_timeout=5,
-            read_timeout=30,
-            retries={"max_attempts": 5, "mode": "standard"},
+            connect_timeout=PROBE_SECONDS if probe else 5,
+            read_timeout=PROBE_SECONDS if probe else 30,
+            retries={"total_max_attempts": 1 if probe else 5, "mode": "standard"},
             max_pool_connections=32,
         ),
     )
@@ -156,9 +160,6 @@ def presign(key: str, filename: str) -> str:
     )
 
 
-def reachable() -> bool:
-    try:
-        client().head_bucket(Bucket=get_settings().s3_bucket)
-    except (ClientError, BotoCoreError):
-        return False
-    return True
+def check() -> None:
+    """Raises botocore's errors, soon, when the bucket cannot be reached."""
+    client(probe=True).head_bucket(Bucket=get_settings().s3_bucket)

@@ -12,6 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from sqlalchemy.exc import OperationalError
+
 from app import base_models, db, migrate
 from app.db import transaction
 from app.embedded import EmbeddedStack
@@ -20,7 +22,9 @@ from app.embedded.ports import choose_ports
 from app.log import configure_logging
 from app.manager import audit, operators
 from app.manager import base_models as registry
+from app.manager.workers import live_workers
 from app.models.operator import OperatorRole
+from app.models.worker import WorkerKind
 from app.settings import get_settings
 from app.supervisor import KeepsCrashing, Restarts, Supervisor
 
@@ -61,11 +65,22 @@ def up(*, embedded: bool = True, base_model: str | None = None, procfile: Path =
             f" (state in {get_settings().state_dir}); Ctrl-C stops it"
         )
         servers = Restarts()
+        ready = False
         while not asked.wait(TICK_SECONDS):
             supervisor.tick()
             if stack is not None:
                 revive(stack, servers, asked)
+            if not ready and (ready := all_stages_alive()):
+                _say("MARLaaS is ready: a worker of every stage is alive")
         _say("stopping; what has started is finished first, Ctrl-C again does not wait")
+
+
+def all_stages_alive() -> bool:
+    try:
+        with transaction() as session:
+            return {worker.kind for worker in live_workers(session)} == set(WorkerKind)
+    except OperationalError:  # a server that is being started again
+        return False
 
 
 @contextmanager

@@ -86,7 +86,7 @@ def probe_redis() -> str:
 
 def probe_s3() -> str:
     try:
-        storage.client().head_bucket(Bucket=get_settings().s3_bucket)
+        storage.check()
     except (BotoCoreError, ClientError) as error:
         return _unreachable("s3", error)
     return "ok"

@@ -14,7 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from app.api import ids
 from app.api.blueprint import Body, invalid
@@ -29,25 +37,31 @@ H = "method.reinforcement.hyperparameters"
 HOW = '{"type": "reinforcement", "reinforcement": {"grader": {…}, "hyperparameters": {…}}}'
 
 
-def _or_auto(schema: Any) -> None:
-    schema["anyOf"].append({"const": "auto"})
+def _each_or_auto(schema: dict[str, Any]) -> None:
+    """Says in a model's schema that each of its fields may be "auto"."""
+    for field in schema["properties"].values():
+        own = {k: field.pop(k) for k in list(field) if k not in ("title", "description", "default")}
+        field["anyOf"] = [*own.get("anyOf", [own]), {"const": "auto"}]
 
 
-def auto(description: str, **bounds: Any) -> Any:
-    """A hyperparameter in OpenAI's words: a number, or "auto" or null for the default."""
-    return Field(None, description=description, json_schema_extra=_or_auto, **bounds)
+def unsaid(description: str, **bounds: Any) -> Any:
+    """A hyperparameter in OpenAI's words: null is its default too."""
+    return Field(None, description=description, **bounds)
 
 
 class Hyperparameters(HyperparametersSpec):
-    """OpenAI's names and GRPO's beside them. Where two names mean one thing they must not disagree."""
+    """OpenAI's names and GRPO's beside them; `"auto"` is each one's default. Where two names mean one thing they must
+    not disagree."""
 
-    n_epochs: int | None = auto("passes over the training file, in place of n_steps", ge=1, le=1000)
-    batch_size: int | None = auto("prompts_per_round by OpenAI's name", ge=1, le=4096)
-    compute_multiplier: float | None = auto(f"times the default group size, {DEFAULTS.group_size}", gt=0, le=32)
-    learning_rate_multiplier: float | None = auto(f"times the default, {DEFAULTS.learning_rate:g}", gt=0, le=10_000)
-    eval_interval: int | None = auto("an evaluation every N steps; 0: never; auto: ten in all", ge=0, le=100_000)
-    eval_samples: int | None = auto("answers to each prompt of an evaluation; auto: 1", ge=1, le=64)
-    eval_prompts: int | None = auto("prompts of an evaluation; auto: all of them, at most 64", ge=1, le=4096)
+    model_config = ConfigDict(json_schema_extra=_each_or_auto)
+
+    n_epochs: int | None = unsaid("passes over the training file, in place of n_steps", ge=1, le=1000)
+    batch_size: int | None = unsaid("prompts_per_round by OpenAI's name", ge=1, le=4096)
+    compute_multiplier: float | None = unsaid(f"times the default group size, {DEFAULTS.group_size}", gt=0, le=32)
+    learning_rate_multiplier: float | None = unsaid(f"times the default, {DEFAULTS.learning_rate:g}", gt=0, le=10_000)
+    eval_interval: int | None = unsaid("an evaluation every N steps; 0: never; auto: ten in all", ge=0, le=100_000)
+    eval_samples: int | None = unsaid("answers to each prompt of an evaluation; auto: 1", ge=1, le=64)
+    eval_prompts: int | None = unsaid("prompts of an evaluation; auto: all of them, at most 64", ge=1, le=4096)
     reasoning_effort: Literal["default"] | None = Field(None, description="for OpenAI's client; there is no other")
     max_tokens: int | None = Field(None, ge=1, le=32_768, description="as in sampling")
     temperature: float | None = Field(None, gt=0, le=2.0, description="as in sampling")
@@ -57,7 +71,7 @@ class Hyperparameters(HyperparametersSpec):
     def auto_is_the_default(cls, fields: Any) -> Any:
         if not isinstance(fields, Mapping):
             return fields
-        return {k: v for k, v in fields.items() if v != "auto" or k not in OPENAI_NAMES}
+        return {k: v for k, v in fields.items() if v != "auto" or k not in cls.model_fields}
 
     @field_validator("minibatches")
     @classmethod
@@ -249,20 +263,39 @@ _FIELDS = {
 }
 _NESTED = ("environment", "hyperparameters", "sampling", "lora", "weight")
 _MENTION = re.compile(
-    rf"\b(?:{'|'.join(_NESTED)}|evaluation)\.\w+(?:\.\w+)*|(?:^|(?<=; ))(?:base_model|name|weight)(?=: )"
+    rf"(?<![\w.])(?:{'|'.join(_NESTED)}|evaluation)\.\w+(?:\.\w+)*|(?:^|(?<=; ))(?:base_model|name|weight)(?=: )"
 )
+_DATASET = re.compile(r"environment\.params(?:\.(\w+)(.*))?")
+_FILES = {None: "training_file", "items": "training_file", "file_id": "training_file"}
+_FILES |= {"eval_items": "validation_file", "eval_file_id": "validation_file"}
 
 
-def request_field(field: str) -> str:
-    """Where a client wrote a field of the specification."""
+def request_field(field: str, with_grader: bool = False) -> str:
+    """Where a client wrote a field of the specification; `with_grader`: with files and a grader, not an environment."""
+    if with_grader and (found := _DATASET.fullmatch(field)):
+        if found[1] == "grader":
+            return f"method.reinforcement.grader{found[2]}"
+        if found[1] in _FILES:
+            return _FILES[found[1]]
     if field in _FIELDS:
         return _FIELDS[field]
     return f"method.reinforcement.{field}" if field.split(".")[0] in _NESTED else field
 
 
-def in_words_of_request(error: InvalidRequest) -> InvalidRequest:
-    message = _MENTION.sub(lambda found: request_field(found[0]), error.message)
-    return InvalidRequest(message, param=error.param and request_field(error.param), code=error.code)
+def words_of_request(message: str, with_grader: bool = False) -> str:
+    """A message with the fields of the specification by the names that the request has for them."""
+    return _MENTION.sub(lambda found: request_field(found[0], with_grader), message)
+
+
+def in_words_of_request(error: InvalidRequest, with_grader: bool = False) -> InvalidRequest:
+    message = words_of_request(error.message, with_grader)
+    return InvalidRequest(message, param=error.param and request_field(error.param, with_grader), code=error.code)
+
+
+def named_field(message: str, with_grader: bool = False) -> str | None:
+    """The request's name of the field that a message on a specification begins with."""
+    found = _MENTION.match(message)
+    return request_field(found[0], with_grader) if found and message.startswith(": ", found.end()) else None
 
 
 # --- a job's specification as a client would have asked for it
@@ -277,6 +310,13 @@ class Asked:
     method: dict[str, Any]
 
 
+def has_grader(spec: JobSpec) -> bool:
+    """Whether a request says it with `grader` and files, rather than with `environment`."""
+    params = spec.environment.params
+    plain = spec.environment == EnvironmentSpec(type="dataset", params=params) and "file_id" in params
+    return plain and params.keys() <= {"file_id", "eval_file_id", "grader"}
+
+
 def asked_for(spec: JobSpec) -> Asked:
     """A request of these fields makes the same specification again, whoever made the job and how."""
     reinforcement: dict[str, Any] = {
@@ -286,8 +326,7 @@ def asked_for(spec: JobSpec) -> Asked:
         "weight": spec.weight,
     }
     params = spec.environment.params
-    plain = spec.environment == EnvironmentSpec(type="dataset", params=params) and "file_id" in params
-    if plain and params.keys() <= {"file_id", "eval_file_id", "grader"}:
+    if has_grader(spec):
         reinforcement["grader"] = params["grader"]
         files = [ids.file_id(uuid.UUID(params[f])) if params.get(f) else None for f in ("file_id", "eval_file_id")]
     else:

@@ -12,7 +12,7 @@ import pydantic
 from sqlalchemy.orm import Session
 
 from app.api import ids
-from app.api.documents import asked_for, hyperparameters_of
+from app.api.documents import asked_for, has_grader, hyperparameters_of, named_field, words_of_request
 from app.api.pages import ListOf
 from app.manager.adapters import AdapterVersion
 from app.manager.metrics import trained_tokens
@@ -27,7 +27,7 @@ INLINE = ("items", "eval_items")  # lines in a job's own document, which may be 
 class JobError(pydantic.BaseModel):
     code: str
     message: str
-    param: str | None
+    param: str | None = pydantic.Field(description="the field of the request that is wrong, where one is")
 
 
 class JobHyperparameters(pydantic.BaseModel):
@@ -125,7 +125,6 @@ def _job(
     if brief and (environment := asked.method["reinforcement"].get("environment")):
         environment["params"] = {k: v for k, v in environment["params"].items() if k not in INLINE}
     every = hyperparameters_of(spec)
-    error = {"code": job.error_code, "message": job.error_message, "param": None} if job.error_code else None
     return {
         "id": ids.job_id(job.id),
         "object": "fine_tuning.job",
@@ -142,7 +141,7 @@ def _job(
         "method": asked.method,
         "result_files": [],
         "trained_tokens": tokens.get(job.id, 0) if job.state in TERMINAL else None,
-        "error": error,
+        "error": job_error(job, spec),
         "seed": spec.seed,
         "suffix": spec.name,
         "metadata": spec.metadata,
@@ -163,14 +162,26 @@ def _job(
     }
 
 
-def event_object(event: Event) -> dict[str, Any]:
+def job_error(job: Job, spec: JobSpec) -> dict[str, Any] | None:
+    """Why the job failed, its fields named as the request names them."""
+    if not job.error_code:
+        return None
+    message, with_grader = job.error_message or "", has_grader(spec)
+    return {
+        "code": job.error_code,
+        "message": words_of_request(message, with_grader),
+        "param": named_field(message, with_grader),
+    }
+
+
+def event_object(event: Event, spec: JobSpec) -> dict[str, Any]:
     data = event.data or {}
     return {
         "id": ids.event_id(event.id),
         "object": "fine_tuning.job.event",
         "created_at": unix(event.created_at),
         "level": event.level,
-        "message": event.message,
+        "message": words_of_request(event.message, has_grader(spec)),
         "type": "metrics" if "reward_mean" in data else "message",
         "data": data | {"code": event.code},
     }

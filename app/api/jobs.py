@@ -49,7 +49,7 @@ def create_job(session: Session, body: JobRequest) -> idempotency.Answer:
         spec = requested_spec(session, body)
         job = jobs.submit(session, session.get_one(Tenant, caller().tenant_id), spec)
     except InvalidRequest as error:
-        raise in_words_of_request(error) from error
+        raise in_words_of_request(error, with_grader=body.method.reinforcement.grader is not None) from error
     return _document(session, job), 200
 
 
@@ -122,15 +122,17 @@ def list_events(fine_tuning_job_id: str, query: PageQuery) -> dict[str, Any]:
     """List a job's events, newest first"""
     before = ids.parse_event(query.after) if query.after is not None else None
     with tenant_transaction() as session:
-        rows, more = events.page(session, find_job(session, fine_tuning_job_id), query.limit, before)
-    return page([event_object(event) for event in rows], more)
+        job = find_job(session, fine_tuning_job_id)
+        rows, more = events.page(session, job, query.limit, before)
+        spec = JobSpec.model_validate(job.spec)
+    return page([event_object(event, spec) for event in rows], more)
 
 
 def _steer(
-    name: str, act: Callable[[Session, uuid.UUID], Job], conflict: str, words: str
+    name: str, act: Callable[[Session, uuid.UUID], Job], conflict: str, words: str, possible: str
 ) -> Callable[[str], idempotency.Answer]:
     """The route that does `act`. It writes rounds and episodes, which the tenants' own role may not: only after that
-    role has seen the job does the service do it, and stores the answer with it."""
+    role has seen the job does the service do it, and stores the answer with it. `possible`: what a conflict adds."""
 
     @api.post(f"/fine_tuning/jobs/<fine_tuning_job_id>/{name}", endpoint=f"{name}_job")
     @requires("write")
@@ -147,6 +149,8 @@ def _steer(
                 job = act(session, job_id)
             except Conflict as error:
                 message = error.message.replace(str(job_id), fine_tuning_job_id)
+                if possible not in message:
+                    message = f"{message}; {possible}"
                 raise Conflict(message, param="fine_tuning_job_id", code=error.code) from error
             answer = _document(session, job)
             idempotency.store_answer(session, mark, answer, 200)
@@ -156,9 +160,27 @@ def _steer(
     return view
 
 
-cancel_job = _steer("cancel", jobs.cancel, "The job is over already.", "Cancel a job; what it has committed stays")
-pause_job = _steer("pause", jobs.pause, "The job is over.", "Pause a job; what has started still finishes")
-resume_job = _steer("resume", jobs.resume, "The job is not paused.", "Go on with a paused job where it stopped")
+cancel_job = _steer(
+    "cancel",
+    jobs.cancel,
+    "The job is over already.",
+    "Cancel a job; what it has committed stays",
+    "only a live job can be cancelled",
+)
+pause_job = _steer(
+    "pause",
+    jobs.pause,
+    "The job is over.",
+    "Pause a job; what has started still finishes",
+    "only a live job can be paused",
+)
+resume_job = _steer(
+    "resume",
+    jobs.resume,
+    "The job is not paused.",
+    "Go on with a paused job where it stopped",
+    "only a paused job can be resumed",
+)
 
 
 def of_caller() -> Select[Any]:

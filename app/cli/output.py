@@ -59,8 +59,9 @@ class Commands(TyperGroup):
             _give_up(f"{_first_line(error)}; is the schema in place? `marlaas db upgrade` makes it", EXIT_UNREACHABLE)
         except (OperationalError, InterfaceError) as error:
             _give_up(
-                f"the database at {_database()} does not answer: {_first_line(error)}. `marlaas up` starts one;"
-                " MARLAAS_DATABASE_URL names another",
+                f"the database at {_database()} does not answer: {_first_line(error)}. `marlaas up` starts one; if one"
+                f" runs with another folder than {get_settings().state_dir}, set MARLAAS_STATE_DIR as it has it;"
+                " MARLAAS_DATABASE_URL names any other",
                 EXIT_UNREACHABLE,
             )
 

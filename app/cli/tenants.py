@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated
 
 import typer
@@ -49,7 +50,8 @@ def create(
     with transaction() as session:
         tenant = tenants.create_tenant(session, name, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
         session.refresh(tenant)
-    _tell(tenant, f"created tenant {tenant.name}; next: marlaas key create NAME --tenant {tenant.name}", as_json)
+    then = f"marlaas key create NAME --tenant {shlex.quote(tenant.name)}"
+    _tell(tenant, f"created tenant {tenant.name}; next: {then}", as_json)
 
 
 @app.command("list")

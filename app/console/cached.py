@@ -17,13 +17,20 @@ class Cached(Generic[Value]):
         self._compute, self._seconds = compute, seconds
         self._lock = threading.Lock()
         self._value: Value
+        self._error: Exception | None = None
         self._until = 0.0
 
     def get(self) -> Value:
+        """Raises what `compute` raised, for as long as its value would have been kept."""
         with self._lock:
             if time.monotonic() >= self._until:
-                self._value = self._compute()
+                try:
+                    self._value, self._error = self._compute(), None
+                except Exception as error:
+                    self._error = error  # else those who wait would try one after another
                 self._until = time.monotonic() + self._seconds
+            if self._error is not None:
+                raise self._error
             return self._value
 
     def forget(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from flask import render_template, request
 
 from app.console.auth import role
@@ -25,11 +27,13 @@ def compare() -> str:
         page = job_page(session, JobQuery(search=search), OFFERED)
         wanted = [*chosen, *(i for i in page.ids if i not in chosen)]
         rows = in_order(wanted, job_progress(session, wanted))
+    names = Counter(row.name for row in rows)
     return render_template(
         "console/compare.html",
         chosen=[row for row in rows if row.job_id in chosen],
         offered=rows,
         chosen_ids=set(chosen),
+        repeated={name for name, count in names.items() if count > 1},
         search=search,
         most=MOST_JOBS,
         metrics=METRICS,

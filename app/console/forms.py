@@ -32,12 +32,18 @@ def asked(name: str) -> str | None:
     return request.args.get(name, "").strip() or None
 
 
+MIN_YEAR, MAX_YEAR = 1970, 9000  # days that have one before and one after them in every time zone
+
+
 def asked_day(name: str) -> date | None:
     text = asked(name)
     try:
-        return None if text is None else date.fromisoformat(text)
+        day = None if text is None else date.fromisoformat(text)
     except ValueError:
-        raise InvalidRequest(f"{name} must be a day as in 2026-01-31.", param=name) from None
+        day = date.max
+    if day is not None and not MIN_YEAR <= day.year <= MAX_YEAR:
+        raise InvalidRequest(f"{name} must be a day as in 2026-01-31.", param=name)
+    return day
 
 
 def asked_number(name: str) -> int | None:

@@ -16,11 +16,13 @@ from app.console.blueprint import console
 from app.console.jobs import ACTIONS, asked_action, phase_of, steer
 from app.db import transaction
 from app.manager import adapters, downloads, events
+from app.manager.adapters import AdapterVersion
 from app.manager.health import health
 from app.manager.progress import job_progress
 from app.manager.series import METRICS
-from app.models import Job, Tenant
+from app.models import Job, PolicyVersion, StoredObject, Tenant
 from app.models.job import LIVE, JobKind, JobState, Wanted
+from app.models.object import ObjectState
 from app.specs.job import JobSpec
 
 LATEST_EVENTS = 200
@@ -61,16 +63,18 @@ def job_events_fragment(job_id: uuid.UUID) -> str:
 @role("viewer")
 def job_checkpoints(job_id: uuid.UUID) -> str:
     """The versions, newest first, from below `before`."""
-    before = request.args.get("before", 2**31, type=int)
+    before = request.args.get("before", type=int)
     with transaction() as session:
         found = find(session, job_id)
-        versions = [v for v in reversed(adapters.versions(session, found)) if v.version < before]
+        versions, more = adapters.checkpoints(session, found, CHECKPOINTS, before)
+        if not more and (before is None or before > 0):
+            versions += _fresh(session, found)
         shown = versions[:CHECKPOINTS]
         return render_template(
             "console/job_checkpoints.html",
             versions=shown,
-            older=shown[-1].version if len(versions) > len(shown) else None,
-            newest=before > found.version,
+            older=shown[-1].version if more or len(versions) > len(shown) else None,
+            newest=before is None or before > found.version,
             **head(session, found),
         )
 
@@ -117,6 +121,16 @@ def find(session: Session, job_id: uuid.UUID) -> Job:
 def head(session: Session, found: Job) -> dict[str, Any]:
     """What the top of each of a job's pages shows."""
     return {"job": found, "tenant": session.get_one(Tenant, found.tenant_id), "live": found.state in LIVE}
+
+
+def _fresh(session: Session, found: Job) -> list[AdapterVersion]:
+    """Version 0, which no step made, once it is there."""
+    row = session.get(PolicyVersion, (found.id, 0))
+    if row is None:
+        return []
+    stored = session.get_one(StoredObject, row.adapter_object_id)
+    available = stored.state == ObjectState.LIVE
+    return [AdapterVersion(0, row.created_at, stored.size, available, row.signal, None, row.weights_digest)]
 
 
 def _status(session: Session, found: Job) -> dict[str, Any]:

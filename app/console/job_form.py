@@ -49,11 +49,21 @@ LABELS = {
 
 NAME_RULE = "takes letters, digits, dot, dash and underscore, a letter or digit first"
 
+# What is said of a dataset's parameters names the API's fields and the command line; beside the form's own fields and
+# its upload it is said so: (path, part of the saying, words of the form).
+FORM_WORDS = (
+    ("environment.params", "give either `file_id`", "choose a training file, upload one, or write the items below"),
+    ("environment.params", "give `eval_file_id`", "choose a held-out file or write held-out items, not both"),
+    ("environment.params", "upload the items", "the items are too large for the form; upload them as a file"),
+    ("environment.params.file_id", "no file", "is no file of this tenant any more; choose or upload another one"),
+    ("environment.params.eval_file_id", "no file", "is no file of this tenant any more; choose another one"),
+)
+
 # Words where the model's own name or description is not enough in a form.
 HELP = {
     "name": "letters, digits, dot, dash, underscore; also the suffix of the model's name",
     "seed": "the same seed draws the same prompts and the same random numbers",
-    "metadata": "one `key: value` a line, for your own use",
+    "metadata": "a name: value pair a line, for your own use",
     "sampling.temperature": "of training rollouts; the full softmax is sampled",
     "lora.rank": "size of the adapter; what the engines serve",
     "lora.alpha": "the adapter is scaled by alpha / rank",
@@ -281,7 +291,7 @@ class Filled:
     def with_error(self, param: str | None, message: str) -> Filled:
         errors = {name: list(told) for name, told in self.errors.items()}
         where = form_name(param or "", str(self.values["environment.type"]))
-        errors.setdefault(where, []).append(message)
+        errors.setdefault(where, []).append(in_form_words(param or "", message))
         return replace(self, errors=errors)
 
 
@@ -384,8 +394,12 @@ def _check(document: dict[str, Any], kind: str, errors: dict[str, list[str]]) ->
     for path, what in found:
         told = errors.setdefault(form_name(path, kind), [])
         if not told:  # what could not be read needs no second complaint
-            told.append(NAME_RULE if path == "name" and "pattern" in what else what)
+            told.append(NAME_RULE if path == "name" and "pattern" in what else in_form_words(path, what))
     return None if errors else spec
+
+
+def in_form_words(path: str, what: str) -> str:
+    return next((words for at, part, words in FORM_WORDS if at == path and part in what), what)
 
 
 # Where what is wrong with parameters as a whole is told.

@@ -24,7 +24,10 @@ LANES = (
 
 def _compute() -> Overview:
     with transaction() as session:
-        return figures.overview(session)
+        names = figures.queue_names(session)
+    messages = figures.count_messages(names)
+    with transaction() as session:
+        return figures.overview(session, messages)
 
 
 shared = Cached(_compute, seconds=1.0)

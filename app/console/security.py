@@ -60,6 +60,7 @@ def configure(app: Flask) -> None:
 
 def install(console: Blueprint) -> None:
     console.before_request(_refuse_forged)
+    console.before_request(_refuse_nul)
     console.after_request(_add_headers)
     console.app_template_global("csrf_token")(csrf_token)
 
@@ -70,6 +71,13 @@ def csrf_token() -> str:
         session["csrf"] = secrets.token_urlsafe(32)
     token: str = session["csrf"]
     return token
+
+
+def _refuse_nul() -> None:
+    """No text with a NUL can be stored or found."""
+    given = [*request.args.items(multi=True), *request.form.items(multi=True)]
+    if any("\0" in name or "\0" in value for name, value in given):
+        abort(400, "A field holds a NUL character. Take it out and try again.")
 
 
 def _refuse_forged() -> None:

@@ -12,6 +12,15 @@ from app.manager import storage_report
 from app.manager.storage_report import Storage
 from app.settings import get_settings
 
+# What is marked, by kind.
+MARKED = {
+    "optimizer": "optimizer states of older versions",
+    "adapter_model": "adapter weights that are not kept, or of ended preflights",
+    "adapter_config": "configurations of such adapters",
+    "adapter_zip": "zips of such adapters",
+    "file": "files that tenants deleted",
+}
+
 
 def _compute() -> Storage:
     with transaction() as session:
@@ -28,5 +37,6 @@ def storage() -> str:
         "console/storage.html",
         report=shared.get(),
         settings=get_settings(),
+        marked=MARKED,
         deletion_wait=storage_report.deletion_wait().total_seconds(),
     )

@@ -152,6 +152,7 @@ def find_file(session: Session, tenant: Tenant, text: str) -> File:
 
 def delete(session: Session, file: File) -> None:
     """Marks a file and its object; retention deletes the bytes later. Raises Conflict while a live job reads it."""
+    session.refresh(file, with_for_update=True)  # against a job that is being made with it
     params = Job.spec["environment"]["params"]
     readers = session.scalars(
         select(Job.name)

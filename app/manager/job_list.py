@@ -104,7 +104,7 @@ def _decode(query: JobQuery) -> tuple[Any, uuid.UUID]:
         padded = query.cursor + "=" * (-len(query.cursor) % 4)
         value, job_id = json.loads(base64.urlsafe_b64decode(padded))
         return _place(query.sort, value), uuid.UUID(job_id)
-    except (ValueError, TypeError, AttributeError, RecursionError, binascii.Error) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, binascii.Error) as error:
         raise InvalidRequest("this cursor is not of this list; start from its first page", param="cursor") from error
 
 

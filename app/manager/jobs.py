@@ -74,7 +74,8 @@ def submit(
     if tenant.suspended:
         raise Conflict(f"tenant {tenant.name!r} is suspended; an operator can lift that", param="tenant")
     base_models.check_fits(session, spec)
-    environments.check(session, tenant.id, spec.environment)
+    environment = environments.checked(session, tenant.id, spec.environment)
+    spec = spec.model_copy(update={"environment": environment})
     if kind == JobKind.TRAIN:
         _check_quota(session, tenant)
     job = Job(
@@ -288,7 +289,8 @@ def find_job(session: Session, name: str, tenant: Tenant | None = None) -> Job:
         rows = session.scalars(_visible(tenant).where(Job.name == name)).all()
         rows = [r for r in rows if r.state in LIVE] or rows
     if not rows:
-        raise NotFound(f"no job {name!r}; `marlaas job list` shows them", param="job")
+        short = "" if len(wanted) >= 4 else "; the start of an id needs at least 4 characters"
+        raise NotFound(f"no job {name!r}{short}; `marlaas job list` shows them", param="job")
     if len(rows) > 1:
         raise InvalidRequest(f"{len(rows)} jobs match {name!r}; give more of the id", param="job")
     return rows[0]

@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 BUSY_SECONDS = 300.0  # busy shares are of the last minutes
 SPEED_SECONDS = 30.0
-RATE_SECONDS = 900.0  # steps an hour are reckoned from the last quarter of one
+RATE_SECONDS = 600.0  # steps an hour are reckoned from these last ones
 SPAN_SECONDS = 600.0  # a span longer than this is cut off where its start lies before the window
 RECENT_EVENTS = 20_000  # errors are looked for among this many last events
 ERRORS = 8
@@ -54,8 +54,7 @@ class Overview:
     rollout_busy: float | None  # share of the live workers' time; None: there are none
     training_busy: float | None
     tokens_per_second: float
-    steps_per_hour: float
-    steps_last_hour: int
+    steps_per_hour: float  # as of late, RATE_SECONDS
     phases: dict[str, int]  # live jobs by phase, as in `progress.Phase`
     queues: list[Queue]
     workers: Sequence[Worker]  # alive
@@ -73,26 +72,28 @@ class Overview:
         return self.live_jobs - sum(self.phases.get(phase, 0) for phase in ("validating", "queued", "paused"))
 
 
-def overview(session: Session) -> Overview:
-    """All figures in a dozen queries on indexes; what grows with the number of jobs is counted, never fetched."""
+def overview(session: Session, messages: dict[str, int] | None) -> Overview:
+    """All figures in a dozen queries on indexes; what grows with the number of jobs is counted, never fetched.
+
+    `messages`: what `count_messages` told before the transaction began.
+    """
     alive = live_workers(session)
     busy = _busy_shares(session)
     engines = [w for w in alive if w.kind == "rollout"]
-    quarter, hour = session.execute(
+    steps = session.execute(
         text(
-            "SELECT count(*) FILTER (WHERE finished_at > now() - make_interval(secs => :rate)), count(*) FROM rounds"
-            " WHERE kind = 'train' AND state = 'committed' AND finished_at > now() - interval '1 hour'"
+            "SELECT count(*) FROM rounds WHERE kind = 'train' AND state = 'committed'"
+            " AND finished_at > now() - make_interval(secs => :rate)"
         ),
         {"rate": RATE_SECONDS},
-    ).one()
+    ).scalar_one()
     return Overview(
         rollout_busy=busy.get("rollout"),
         training_busy=busy.get("training"),
         tokens_per_second=_speed(session),
-        steps_per_hour=quarter * 3600 / RATE_SECONDS,
-        steps_last_hour=hour,
+        steps_per_hour=steps * 3600 / RATE_SECONDS,
         phases=_phases(session),
-        queues=_queues(session),
+        queues=_queues(session, messages),
         workers=alive,
         # Those that stopped on purpose have gone out of this day.
         known_workers=session.execute(
@@ -153,8 +154,7 @@ def _phases(session: Session) -> dict[str, int]:
     return {row.phase: row.jobs for row in rows}
 
 
-def _queues(session: Session) -> list[Queue]:
-    messages = _messages(session)
+def _queues(session: Session, messages: dict[str, int] | None) -> list[Queue]:
     quota = session.execute(
         text("SELECT count(*), extract(epoch FROM now() - min(created_at)) FROM jobs WHERE state = 'queued'")
     ).one()
@@ -200,10 +200,17 @@ def _float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _messages(session: Session) -> dict[str, int] | None:
-    """Messages by queue, or None where Redis does not answer: the other figures are of Postgres and still shown."""
+def queue_names(session: Session) -> list[str]:
+    """The queues in Redis: those of all base models, and the common ones."""
     suffixes = session.scalars(select(BaseModel.queue_suffix)).all()
-    names = ["manager", "tools", *(f"{stage}{suffix}" for stage in ("rollout", "training") for suffix in suffixes)]
+    return ["manager", "tools", *(f"{stage}{suffix}" for stage in ("rollout", "training") for suffix in suffixes)]
+
+
+def count_messages(names: Sequence[str]) -> dict[str, int] | None:
+    """Messages by queue, or None where Redis does not answer: the other figures are of Postgres and still shown.
+
+    To be called outside of a transaction, which waits for no network.
+    """
     try:
         with calls.client().pipeline(transaction=False) as pipe:
             for name in names:

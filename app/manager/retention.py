@@ -16,6 +16,7 @@ from app.models.object import ObjectKind, ObjectState
 from app.settings import get_settings
 
 BATCH = 500
+RETRY_SECONDS = 900  # that a client which sends no Idempotency-Key may retry a request
 PARTITION = 10_000  # rounds in one partition of `turns`, as in the first migration
 
 # A change of partitions wants `turns` and `rounds` for itself: it gives up, until the next pass, before anybody's
@@ -31,6 +32,7 @@ def retain() -> dict[str, int]:
     for part in (
         expire_optimizers,
         expire_adapters,
+        expire_archives,
         expire_preflights,
         expire_orphans,
         roll_up_usage,
@@ -208,6 +210,10 @@ def delete_old_spans(session: Session) -> int:
 
 
 def delete_old_answers(session: Session) -> int:
-    """Answers kept for repeated requests."""
-    statement = text("DELETE FROM idempotency_keys WHERE created_at < now() - make_interval(secs => :keep)")
-    return _count(session, statement, {"keep": 3600 * get_settings().idempotency_hours})
+    """Answers kept for repeated requests: those without a key only for as long as a client retries by itself."""
+    statement = text(
+        "DELETE FROM idempotency_keys WHERE created_at < now() - make_interval(secs => CASE WHEN key IS NULL"
+        " THEN CAST(:retry AS float8) ELSE CAST(:keep AS float8) END)"
+    )
+    keep = 3600 * get_settings().idempotency_hours
+    return _count(session, statement, {"keep": keep, "retry": RETRY_SECONDS})

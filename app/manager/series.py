@@ -13,9 +13,8 @@ from sqlalchemy import select, text
 from sqlalchemy.orm import Session
 
 from app.manager.health import EvalPoint
-from app.models import Job, Round, Tenant
+from app.models import Job, Tenant
 from app.models.job import TERMINAL
-from app.models.round import RoundKind, RoundState
 
 MOST_POINTS = 1500  # a job; longer curves are thinned evenly
 MOST_JOBS = 12
@@ -78,7 +77,8 @@ class Series:
 def series(session: Session, job_ids: Sequence[uuid.UUID], after: int = 0) -> list[Series]:
     """The curves of these jobs past the version `after`, in the order asked for; unknown jobs are left out.
 
-    Evaluations are always told whole: one may finish after many a later version.
+    Evaluations are those that ended since that version was made: one may end after many a later version. So whoever
+    asks again and again with the last version that it knows misses none.
     """
     rows = session.execute(
         select(Job.id, Job.name, Tenant.name.label("tenant"), Job.state, Job.version)
@@ -88,7 +88,7 @@ def series(session: Session, job_ids: Sequence[uuid.UUID], after: int = 0) -> li
     found = {r.id: Series(r.id, r.name, r.tenant, r.state in TERMINAL, r.version) for r in rows}
     for one in found.values():
         _add_updates(session, one, after)
-    _add_evals(session, found)
+        _add_evals(session, one, after)
     return [found[job_id] for job_id in dict.fromkeys(job_ids) if job_id in found]
 
 
@@ -110,14 +110,24 @@ def _add_updates(session: Session, one: Series, after: int) -> None:
             values.append(metrics.get(name) if name != "tokens_per_second" else speed)
 
 
-def _add_evals(session: Session, found: dict[uuid.UUID, Series]) -> None:
-    rows = session.execute(
-        select(Round.job_id, Round.policy_version, Round.summary)
-        .where(Round.job_id.in_(found), Round.kind == RoundKind.EVAL, Round.state == RoundState.COMMITTED)
-        .order_by(Round.job_id, Round.policy_version, Round.id)
-    )
-    for job_id, version, summary in rows:
-        found[job_id].evals.append(EvalPoint(version, summary["pass_rate"], summary["reward_mean"]))
+# A minute more, as an end is seen only once its transaction has committed. The newest one is among those told.
+_EVALS = """
+WITH told AS (
+    SELECT policy_version AS version, CAST(summary ->> 'pass_rate' AS float8) AS pass_rate,
+        CAST(summary ->> 'reward_mean' AS float8) AS reward_mean,
+        row_number() OVER (ORDER BY policy_version DESC, id DESC) - 1 AS place, count(*) OVER () AS total
+    FROM rounds
+    WHERE job_id = :job AND kind = 'eval' AND state = 'committed' AND (:after = 0 OR finished_at > (
+        SELECT created_at - interval '1 minute' FROM policy_versions WHERE job_id = :job AND version = :after))
+)
+SELECT version, pass_rate, reward_mean FROM told
+WHERE place % greatest(1, CAST(ceil(total / CAST(:most AS float8)) AS bigint)) = 0 ORDER BY place DESC
+"""
+
+
+def _add_evals(session: Session, one: Series, after: int) -> None:
+    rows = session.execute(text(_EVALS), {"job": one.job_id, "after": after, "most": MOST_POINTS})
+    one.evals.extend(EvalPoint(*row) for row in rows)
 
 
 def csv_lines(found: Iterable[Series]) -> Iterator[str]:

@@ -62,8 +62,9 @@ class Leaving:
     """Objects on their way out."""
 
     expired: Amount  # marked; deleted once no link to them can be valid any more
+    expired_kinds: dict[str, Amount]  # what those are, the largest first
     next_deletion: datetime | None
-    pending: Amount  # announced; an upload, or an orphan once it is old enough
+    pending: Amount  # announced and not committed: an upload, or an orphan once it is old enough
     next_orphan: datetime | None
     surplus_optimizers: Amount  # live, and more than a job keeps: marked at the next pass
 
@@ -120,15 +121,12 @@ def deletion_wait() -> timedelta:
 
 
 def _leaving(session: Session) -> Leaving:
-    rows = {
-        row.state: row
-        for row in session.execute(
-            text(
-                "SELECT state, count(*) AS objects, sum(size)::bigint AS bytes, min(state_at) AS oldest FROM objects"
-                " WHERE state IN ('pending', 'expired') GROUP BY 1"
-            )
+    rows = session.execute(
+        text(
+            "SELECT state, kind, count(*) AS objects, sum(size)::bigint AS bytes, min(state_at) AS oldest FROM objects"
+            " WHERE state IN ('pending', 'expired') GROUP BY 1, 2 ORDER BY bytes DESC, kind"
         )
-    }
+    ).all()
     surplus = session.execute(
         text(
             "SELECT count(*), coalesce(sum(size), 0)::bigint FROM (SELECT size, row_number() OVER"
@@ -138,16 +136,17 @@ def _leaving(session: Session) -> Leaving:
         {"keep": get_settings().keep_optimizer_states},
     ).one()
 
-    def amount(state: str) -> Amount:
-        return Amount(rows[state].objects, rows[state].bytes) if state in rows else NOTHING
+    def kinds(state: str) -> dict[str, Amount]:
+        return {row.kind: Amount(row.objects, row.bytes) for row in rows if row.state == state}
 
     def due(state: str, wait: timedelta) -> datetime | None:
-        return rows[state].oldest + wait if state in rows else None
+        return min((row.oldest + wait for row in rows if row.state == state), default=None)
 
     return Leaving(
-        expired=amount("expired"),
+        expired=sum(kinds("expired").values(), NOTHING),
+        expired_kinds=kinds("expired"),
         next_deletion=due("expired", deletion_wait()),
-        pending=amount("pending"),
+        pending=sum(kinds("pending").values(), NOTHING),
         next_orphan=due("pending", timedelta(seconds=get_settings().orphan_seconds)),
         surplus_optimizers=Amount(surplus[0], surplus[1]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from app.manager import doorbells
 from app.models import ApiKey, Tenant
 
 SCOPES = ("read", "write")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._-]{0,63}", re.ASCII)  # models are called by it: ft:<base>:<tenant>:…
 MAX_WEIGHT = 1e6
 MAX_QUOTA = 2**31 - 1
 MAX_BYTES = 2**50
@@ -34,8 +36,12 @@ QUOTAS = {
 
 def create_tenant(session: Session, name: str, *, weight: float = 1.0, **quotas: int) -> Tenant:
     """`quotas` are of QUOTAS; the others have their defaults. Raises InvalidRequest, Conflict."""
-    if not name or len(name) > 64 or not name.isprintable():
-        raise InvalidRequest("a tenant's name has 1 to 64 printable characters", param="name")
+    if not NAME.fullmatch(name):
+        raise InvalidRequest(
+            "a tenant's name has 1 to 64 letters (A to Z), digits, spaces, dots, dashes and underscores, the first a"
+            " letter or digit",
+            param="name",
+        )
     _check_limits(weight, quotas)
     tenant = Tenant(name=name, weight=weight, **quotas)
     try:
@@ -98,6 +104,8 @@ def create_key(
     unknown = sorted(set(scopes) - set(SCOPES))
     if unknown or not scopes:
         raise InvalidRequest(f"scopes are of {', '.join(SCOPES)}, not {', '.join(unknown) or 'empty'}", param="scopes")
+    if not 1 <= len(name) <= 64 or not name.isprintable():
+        raise InvalidRequest("a key's name has 1 to 64 printable characters", param="name")
     secret = "mk-" + secrets.token_urlsafe(32)
     key = ApiKey(
         tenant_id=tenant.id,

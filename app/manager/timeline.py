@@ -43,6 +43,7 @@ class Lane:
     name: str
     tenant: str
     state: str
+    kind: str  # of the job: train | preflight
     stretches: list[Stretch] = field(default_factory=list)
 
 
@@ -67,6 +68,7 @@ class Timeline:
                     "name": lane.name,
                     "tenant": lane.tenant,
                     "state": lane.state,
+                    "kind": lane.kind,
                     "spans": [
                         [s.phase.value, s.version, s.kind, round(s.start, 2), round(s.end, 2)] for s in lane.stretches
                     ],
@@ -86,7 +88,7 @@ WITH ids AS (
         WHERE CAST(:jobs AS uuid[]) IS NULL AND started_at > :floor AND started_at < :end AND ended_at > :start
 ), shown AS (
     SELECT r.id, r.job_id, r.kind, r.policy_version, r.state,
-        coalesce(r.admitted_at, r.created_at) AS opened_at, r.training_at, coalesce(r.finished_at, :end) AS closed_at
+        r.created_at AS opened_at, r.training_at, coalesce(r.finished_at, :end) AS closed_at
     FROM rounds r JOIN ids USING (id)
     WHERE (CAST(:jobs AS uuid[]) IS NULL OR r.job_id = ANY(CAST(:jobs AS uuid[])))
         AND r.created_at < :end AND coalesce(r.finished_at, :end) > :start
@@ -171,7 +173,7 @@ def waiting(live: Sequence[Stretch], worked: Sequence[Stretch], shortest: float)
 
 def _lanes(session: Session, job_ids: set[uuid.UUID]) -> list[Lane]:
     rows = session.execute(
-        select(Job.id, Job.name, Tenant.name, Job.state)
+        select(Job.id, Job.name, Tenant.name, Job.state, Job.kind)
         .join(Tenant, Tenant.id == Job.tenant_id)
         .where(Job.id.in_(job_ids))
         .order_by(Job.created_at.desc(), Job.id)

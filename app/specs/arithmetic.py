@@ -1,4 +1,7 @@
-"""Arithmetic on text, by a walk over its syntax tree: numbers, names, + - * / // % ** and brackets, nothing else."""
+"""Arithmetic on text, by a walk over its syntax tree: numbers, names, operators and brackets, nothing else.
+
+The operators are `+ - * / ^`, where `^` is a power; Python's `**`, `//` and `%` are understood too.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from collections.abc import Callable, Mapping
 
 Number = int | float
 Function = Callable[..., Number]
+
+OPERATORS = "+ - * / ^"  # as they are told everywhere
 
 MAX_LENGTH = 200
 MAX_MAGNITUDE = 10**18
@@ -42,7 +47,7 @@ def evaluate(
     if len(expression) > max_length:
         raise ValueError(f"expression is longer than {max_length} characters")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")  # Python's own ^ binds as none here does
         return _value(tree.body, names or {}, functions or {})
     except (SyntaxError, MemoryError, RecursionError) as error:  # the parser's ways to say: too deep
         raise ValueError("invalid expression") from error
@@ -72,7 +77,7 @@ def _value(node: ast.expr, names: Mapping[str, Number], functions: Mapping[str, 
             if len(given) > MAX_ARGUMENTS:
                 raise ValueError(f"{name} takes at most {MAX_ARGUMENTS} values")
             return _called(name, functions[name], [_value(value, names, functions) for value in given])
-    allowed = ["numbers and + - * / // % **", *sorted(names), *(f"{name}(…)" for name in sorted(functions))]
+    allowed = [f"numbers and {OPERATORS}", *sorted(names), *(f"{name}(…)" for name in sorted(functions))]
     raise ValueError(f"only {', '.join(allowed)} are allowed")
 
 

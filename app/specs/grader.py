@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from app.errors import InvalidRequest
-from app.specs.arithmetic import Function, NoValue, Number, evaluate
+from app.specs.arithmetic import OPERATORS, Function, NoValue, Number, evaluate
 from app.specs.job import Spec, Text
 from app.specs.problems import problems, summary
 from app.specs.reasoning_gym import TASKS
@@ -138,7 +138,7 @@ class MultiGrader(Spec):
         min_length=1, max_length=16
     )
     calculate_output: str = Field(
-        max_length=MAX_FORMULA, description=f"+ - * / ^ and {', '.join(FUNCTIONS)} over the graders' names"
+        max_length=MAX_FORMULA, description=f"{OPERATORS} ( ) and {', '.join(FUNCTIONS)} over the graders' names"
     )
     invalid_grade: float = Field(
         0.0, ge=-MAX_REWARD, le=MAX_REWARD, description="reward of an answer on which a part or the formula fails"
@@ -176,7 +176,7 @@ def parse_grader(document: Any, where: str = "grader") -> GraderSpec:
 
 def calculate(formula: str, scores: dict[str, float]) -> Number:
     """A multi grader's formula. Raises ValueError where it is none, NoValue where these scores give none."""
-    return evaluate(formula.replace("^", "**"), scores, FUNCTIONS, MAX_FORMULA)
+    return evaluate(formula, scores, FUNCTIONS, MAX_FORMULA)
 
 
 def parts(grader: GraderSpec, where: str = "grader") -> Iterator[tuple[str, Any]]:

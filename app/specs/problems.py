@@ -18,10 +18,14 @@ BOUNDS = {
 }
 
 
+MOST_TOLD = 20  # a document may be wrong in a hundred thousand places
+
+
 def problems(error: ValidationError, model: Any, *above: str) -> list[tuple[str, str]]:
-    """(field, what is wrong with it) for each problem of a model, or a union of them, that lies at the path `above`."""
+    """(field, what is wrong with it) for each of the first problems of a model, or a union of them, that lies at the
+    path `above`."""
     found = []
-    for e in error.errors(include_url=False):
+    for e in error.errors(include_url=False)[:MOST_TOLD]:
         path, _ = _follow(model, e["loc"])
         found.append((".".join(map(str, (*above, *path))), _sentence(e, model)))
     return found
@@ -46,7 +50,7 @@ def _sentence(error: ErrorDetails, model: Any) -> str:
 def _unknown_field(name: str, model: type[BaseModel] | None) -> str:
     if model is None:
         return "unknown field"
-    if close := get_close_matches(name, model.model_fields, n=1):
+    if close := get_close_matches(name[:64], model.model_fields, n=1):
         return f"unknown field; did you mean {close[0]!r}?"
     return f"unknown field; known fields: {', '.join(model.model_fields)}"
 

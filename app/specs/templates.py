@@ -20,6 +20,13 @@ class NoSuchPlace(ValueError):
     """A template names what is not there."""
 
 
+class TooLong(ValueError):
+    """A template that is filled in with more text than a grader should compare."""
+
+
+MOST_TEXT = 1 << 20  # characters of a template that is filled in
+
+
 def check_template(template: str) -> str:
     """Returns the template if every place in it can be filled in from some item and sample. Raises ValueError."""
     if _BRACES.search(_PLACE.sub("", template)):
@@ -43,9 +50,19 @@ def places(template: str) -> Iterator[tuple[str, list[str | int]]]:
 def render(template: str, find: Callable[[str, list[str | int]], Any]) -> str:
     """Fills in each place with what `find(root, path)` gives, once: what is filled in is never read as a template.
 
-    Texts go in as they are, other values as JSON.
+    Texts go in as they are, other values as JSON. Raises TooLong.
     """
-    return _PLACE.sub(lambda place: _text(find(place[1], _steps(place[2]))), template)
+    room = MOST_TEXT - len(template)
+
+    def filled(place: re.Match[str]) -> str:
+        nonlocal room
+        text = _text(find(place[1], _steps(place[2])))
+        room -= len(text)
+        if room < 0:
+            raise TooLong(f"the text is longer than {MOST_TEXT} characters once it is filled in")
+        return text
+
+    return _PLACE.sub(filled, template)
 
 
 def look_up(value: Any, root: str, path: list[str | int]) -> Any:

@@ -137,10 +137,7 @@ def upgrade() -> None:
 
 
 def _check(table: str, name: str, condition: str) -> None:
-    """Adds a constraint without holding the table while its rows are read."""
-    full = f"ck_{table}_{name}"
-    op.execute(f"ALTER TABLE {table} ADD CONSTRAINT {full} CHECK ({condition}) NOT VALID")
-    op.execute(f"ALTER TABLE {table} VALIDATE CONSTRAINT {full}")
+    op.create_check_constraint(op.f(f"ck_{table}_{name}"), table, condition)
 
 
 def downgrade() -> None:

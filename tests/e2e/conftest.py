@@ -1,4 +1,4 @@
-"""Real workers on a tiny model: one set of workers a module, a clean database and empty queues before it."""
+"""Real workers on a tiny model: one set of workers a module, a clean database and empty queues before and after it."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ def service(
             yield Service(stack, workers)
         finally:
             workers.stop()
+            clean(stack)
     get_settings.cache_clear()
 
 

@@ -270,6 +270,19 @@ def test_a_job_that_failed_says_why(openai_client: openai.OpenAI, running: uuid.
     assert (found.error.code, found.error.message) == ("environment_error", "the grader raised")
 
 
+def test_a_job_that_fails_its_validation_says_where_the_request_is_wrong(client: FlaskClient) -> None:
+    file = client.post("/v1/files", data={"purpose": "fine-tune", "file": (io.BytesIO(LINE), "train.jsonl")}).json["id"]
+    name = create(client, training_file=file, method=method(grader=GRADER)).json["id"]
+    with transaction() as session:
+        message = "environment.params.grader.reference: line 1: item.a is not there"
+        by_hand.jobs.fail_by_id(session, ids.parse_job(name), "invalid_request", message)
+    where = "method.reinforcement.grader.reference"
+    told = f"{where}: line 1: item.a is not there"
+    found = client.get(f"/v1/fine_tuning/jobs/{name}").json["error"]
+    assert found == {"code": "invalid_request", "message": told, "param": where}
+    assert client.get(f"/v1/fine_tuning/jobs/{name}/events").json["data"][0]["message"] == told
+
+
 # --- steer
 
 
@@ -283,9 +296,14 @@ def test_openai_pauses_resumes_and_cancels(openai_client: openai.OpenAI, running
 
 def test_what_a_state_does_not_allow_is_a_conflict(client: FlaskClient, running: uuid.UUID) -> None:
     name = ids.job_id(running)
-    assert f"{name} is running, not paused" in error(client.post(f"/v1/fine_tuning/jobs/{name}/resume"), 409)["message"]
-    client.post(f"/v1/fine_tuning/jobs/{name}/cancel")
-    assert "is cancelled already" in error(client.post(f"/v1/fine_tuning/jobs/{name}/cancel"), 409)["message"]
+    said = {
+        "resume": f"job {name} is running, not paused; only a paused job can be resumed",
+        "cancel": f"job {name} is cancelled already; only a live job can be cancelled",
+        "pause": f"job {name} is cancelled; only a live job can be paused",
+    }
+    for verb, message in said.items():
+        assert error(client.post(f"/v1/fine_tuning/jobs/{name}/{verb}"), 409)["message"] == message
+        client.post(f"/v1/fine_tuning/jobs/{name}/cancel")
 
 
 def test_a_cancel_that_is_sent_again_is_answered_again(client: FlaskClient, running: uuid.UUID) -> None:
@@ -607,6 +625,16 @@ def test_usage_is_summed(client: FlaskClient, used: uuid.UUID, group_by: str, su
 def test_usage_of_one_job_and_day(client: FlaskClient, used: uuid.UUID) -> None:
     query = {"start_date": "2026-01-02", "end_date": "2026-01-02", "job": ids.job_id(used)}
     assert client.get("/v1/usage", query_string=query).json["total"]["prompt_tokens"] == 4
+
+
+def test_usage_of_a_preflight_is_under_its_own_id(client: FlaskClient, tenant: Tenant) -> None:
+    made = client.post("/v1/fine_tuning/preflights", json={"model": "tiny", "method": method()}).json["id"]
+    spend(tenant, ids.parse_preflight(made), "2026-01-01", 5, "usage_days")
+    query = {"start_date": "2026-01-01", "end_date": "2026-01-01", "job": made}
+    (row,) = client.get("/v1/usage", query_string=query).json["data"]
+    assert (row["job"], row["prompt_tokens"]) == (made, 5)
+    as_job = query | {"job": made.replace("preflight-", "ftjob-")}
+    assert client.get("/v1/usage", query_string=as_job).status_code == 404
 
 
 def test_usage_of_another_tenant_is_none(stranger: FlaskClient, used: uuid.UUID) -> None:

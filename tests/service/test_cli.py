@@ -62,6 +62,10 @@ def test_a_tenant_is_created_changed_and_listed(hand: None) -> None:
     assert told("tenant", "set", "acme", "--unsuspend")["suspended"] is False
 
 
+def test_the_next_step_can_be_pasted(hand: None) -> None:
+    assert "--tenant 'night shift'" in run("tenant", "create", "night shift").output
+
+
 def test_lifting_a_suspension_rings_for_admission(tenant: Tenant, bells: Bells) -> None:
     told("tenant", "set", tenant.name, "--unsuspend")
     assert [task for task, _ in bells] == ["manager.admit"]
@@ -69,7 +73,15 @@ def test_lifting_a_suspension_rings_for_admission(tenant: Tenant, bells: Bells) 
 
 @pytest.mark.parametrize(
     ("arguments", "field"),
-    [(("create", "acme"), "acme"), (("set", "acme", "--weight", "0"), "weight"), (("set", "nobody"), "nobody")],
+    [
+        (("create", "acme"), "acme"),
+        (("create", "a:b"), "a letter or digit"),
+        (("create", "../x"), "a letter or digit"),
+        (("create", "x" * 65), "1 to 64"),
+        (("create", "two\n"), "a letter or digit"),
+        (("set", "acme", "--weight", "0"), "weight"),
+        (("set", "nobody"), "nobody"),
+    ],
 )
 def test_a_wrong_tenant_is_refused(tenant: Tenant, arguments: tuple[str, ...], field: str) -> None:
     assert field in refused("tenant", *arguments)
@@ -162,7 +174,11 @@ def test_jobs_are_found_by_id_start_of_id_and_name(tenant: Tenant) -> None:
 
 
 def test_an_unknown_job_is_refused(tenant: Tenant) -> None:
-    assert "no job 'nix'" in refused("job", "show", "nix")
+    assert "no job 'nixe'; `marlaas job list`" in refused("job", "show", "nixe")
+
+
+def test_a_start_of_an_id_that_is_too_short_is_said_to_be(tenant: Tenant) -> None:
+    assert "at least 4 characters" in refused("job", "show", str(by_hand.submit(tenant))[:3])
 
 
 def test_jobs_are_listed_by_tenant_and_state(tenant: Tenant) -> None:

@@ -338,12 +338,13 @@ def test_pages_without_data(admin: Console, path: str) -> None:
 def hostile(admin: Console) -> Tenant:
     """A service in which every text that somebody else chose is a piece of script."""
     with transaction() as session:
-        tenant = tenants.create_tenant(session, HOSTILE)
+        tenant = tenants.create_tenant(session, "hostile")
     with transaction() as session:
         tenants.create_key(session, tenant, HOSTILE)
     job_id = by_hand.start_job(tenant)
     by_hand.step(job_id)
-    by_hand.execute("UPDATE jobs SET name = :name", name=HOSTILE)  # jobs have plain names, but who knows
+    by_hand.execute("UPDATE jobs SET name = :name", name=HOSTILE)  # jobs and tenants have plain names, but who knows
+    by_hand.execute("UPDATE tenants SET name = :name WHERE id = :id", name=HOSTILE, id=tenant.id)
     with transaction() as session:
         events.record(session, session.get_one(Job, job_id), HOSTILE, HOSTILE, level="error")
     by_hand.execute("UPDATE workers SET name = :name, base_model = NULL WHERE kind = 'tools'", name=HOSTILE)

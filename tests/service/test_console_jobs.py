@@ -179,6 +179,15 @@ def test_one_job_that_is_over_does_not_keep_others_from_it(console: Console, ten
     assert by_hand.job(live).state == JobState.PAUSED
 
 
+def test_where_no_job_can_be_chosen_there_is_nothing_to_choose_with(console: Console, tenant: Tenant) -> None:
+    by_hand.cancel(by_hand.submit(tenant))
+    page = console.page("/console/jobs")
+    assert "data-all" not in page and "With the chosen" not in page
+    by_hand.submit(tenant)
+    page = console.page("/console/jobs")
+    assert "data-all" in page and "With the chosen" in page
+
+
 @pytest.mark.parametrize("fields", [{"action": "delete", "job": ["x"]}, {"action": "cancel", "job": ["x"]}])
 def test_steering_without_sense_is_refused(console: Console, fields: dict[str, Any]) -> None:
     assert console.post("/console/jobs/steer", **fields).status_code == 400
@@ -451,7 +460,8 @@ def test_an_error_stands_beside_its_field_and_values_stay(
 
 def test_data_that_is_missing_is_told_beside_the_file(console: Console, tenant: Tenant) -> None:
     page = console.post("/console/jobs/new", **form("dataset", tenant)).text
-    assert 'id="params.dataset.file_id-error"' in page
+    assert 'id="params.dataset.file_id-error">choose a training file, upload one' in page
+    assert "`" not in page.split("</aside>")[0].split('id="form-errors"')[1].split("</div>")[0]
 
 
 def test_a_broken_grader_stands_beside_the_grader(console: Console, tenant: Tenant) -> None:
@@ -634,6 +644,30 @@ def test_long_curves_are_thinned_but_keep_the_last_version(
     assert one["versions"] == [2, 3]
 
 
+def test_only_evaluations_that_ended_since_are_told(console: Console, trained: uuid.UUID) -> None:
+    play_evaluations(trained)
+    by_hand.execute(
+        "UPDATE rounds SET finished_at = now() - interval '1 h' WHERE kind = 'eval' AND policy_version = 0"
+    )
+    (one,) = console.get(f"/console/data/series?job={trained}&after=1").json["jobs"]
+    assert one["evals"]["versions"] == [2]
+
+
+def test_an_evaluation_that_ends_late_is_told(console: Console, trained: uuid.UUID) -> None:
+    play_evaluations(trained)
+    (one,) = console.get(f"/console/data/series?job={trained}&after=2").json["jobs"]
+    assert one["evals"]["versions"] == [0, 2]
+
+
+def test_evaluations_are_thinned_but_keep_the_last(
+    console: Console, trained: uuid.UUID, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_evaluations(trained)
+    monkeypatch.setattr("app.manager.series.MOST_POINTS", 1)
+    (one,) = console.get(f"/console/data/series?job={trained}").json["jobs"]
+    assert one["evals"]["versions"] == [2]
+
+
 def test_series_as_csv(console: Console, trained: uuid.UUID) -> None:
     by_hand.execute("UPDATE tenants SET name = '=1+1'")
     response = console.get(f"/console/data/series.csv?job={trained}")
@@ -655,6 +689,14 @@ def test_the_comparison_draws_the_chosen_jobs(console: Console, tenant: Tenant, 
     page = console.page(f"/console/compare?job={trained}&job={other}")
     assert f'data-src="/console/data/series?job={trained}&job={other}"' in page
     assert page.count("data-palette") == 2
+
+
+def test_jobs_of_one_name_are_told_apart_by_their_ids(console: Console, tenant: Tenant) -> None:
+    twins = [by_hand.submit(tenant, name="twin") for _ in range(2)]
+    single = by_hand.submit(tenant, name="single")
+    page = console.page("/console/compare")
+    assert all(f'small">{str(job_id)[:8]}<' in page for job_id in twins)
+    assert f'small">{str(single)[:8]}<' not in page
 
 
 # --- timeline
@@ -738,6 +780,16 @@ def test_the_timeline_of_a_job_that_is_over_ends_with_it(console: Console, tenan
     span(round_id, "rollout", 3610, 3600)
     assert console.get("/console/data/timeline?minutes=1").json["lanes"] == []
     assert lane(console, f"minutes=1&job={job_id}") == {"waiting": [(0, 10)], "rollout": [(0, 10)]}
+
+
+def test_a_lane_says_whether_it_is_of_a_preflight(console: Console, tenant: Tenant) -> None:
+    by_hand.start_job(tenant)
+    (one,) = console.get("/console/data/timeline?minutes=1").json["lanes"]
+    assert one["kind"] == "train"
+    by_hand.execute("UPDATE jobs SET kind = 'preflight'")
+    data._shared.cache_clear()
+    (one,) = console.get("/console/data/timeline?minutes=1").json["lanes"]
+    assert one["kind"] == "preflight"
 
 
 def test_the_timeline_of_chosen_jobs_has_no_others(hand: None, tenant: Tenant) -> None:

@@ -317,6 +317,7 @@ def test_parts_of_text_tool_turns_and_what_is_ignored(client: openai.OpenAI) -> 
         tools=[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}],
         tool_choice="none",
         max_completion_tokens=1,
+        temperature=0,
         user="u",
         metadata={"a": "b"},
         store=False,
@@ -520,10 +521,17 @@ def test_a_stopping_worker_ends_what_it_holds_with_a_reason(
     another = Serving(stage.runtime, stage.engine, stage.chat, stage.adapters, stage.gate, LIMIT, 1)
     slow(stage, monkeypatch)
     payload = {"tenant_id": str(tenant.id), "base_model": by_hand.MODEL, "messages": QUESTION, "max_tokens": 200}
-    with calls.Call("test.echo", "nobody", payload, WAIT) as call:
+    with (
+        calls.Call("test.echo", "nobody", payload, WAIT) as call,
+        calls.Call("test.echo", "nobody", payload, WAIT) as waiting,
+        calls.Call("test.echo", "nobody", payload, WAIT) as late,
+    ):
         another.answer(call.id)
         messages = iter(call)
         assert "begun" in next(messages)
+        another.answer(waiting.id)
         another.close()
-        assert next(messages)["error"]["code"] == "engine_unavailable"
+        another.answer(late.id)
+        for told in (messages, iter(waiting), iter(late)):
+            assert next(told)["error"]["code"] == "engine_unavailable"
     calls.client().delete("nobody")

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from app.api import ids
-from app.api.documents import DataFile, asked_for, in_words_of_request, job_document, parse_request
+from app.api.documents import (
+    DataFile,
+    Hyperparameters,
+    JobRequest,
+    asked_for,
+    in_words_of_request,
+    job_document,
+    named_field,
+    parse_request,
+)
 from app.errors import InvalidRequest
 from app.manager.jobs import parse_spec
 from app.specs.job import HyperparametersSpec, JobSpec
@@ -79,6 +88,13 @@ def test_hyperparameters_in_openais_words(said: dict[str, Any], field: str, valu
     assert getattr(spec(request(said)).hyperparameters, field) == value
 
 
+@pytest.mark.parametrize("field", Hyperparameters.model_fields)
+def test_every_hyperparameter_may_be_auto(field: str) -> None:
+    assert spec(request({field: "auto"}, seed=1)) == spec(request(seed=1))
+    schema = JobRequest.model_json_schema()["$defs"]["Hyperparameters"]["properties"][field]
+    assert {"const": "auto"} in schema["anyOf"]
+
+
 def test_a_validation_file_is_evaluated_ten_times_by_default() -> None:
     made = spec(request({"n_steps": 30}), validation=VALIDATION).evaluation
     assert (made.every, made.prompts, made.samples) == (3, 10, 1)
@@ -132,7 +148,8 @@ H = "method.reinforcement.hyperparameters"
         (request({"group_size": 1}), f"{H}.group_size", "at least 2, not 1"),
         (request({"batch_size": 0}), f"{H}.batch_size", "at least 1, not 0"),
         (request({"n_step": 5}), f"{H}.n_step", "did you mean 'n_steps'"),
-        (request({"learning_rate": "auto"}), f"{H}.learning_rate", "valid number"),
+        (request({"learning_rate": "fast"}), f"{H}.learning_rate", "valid number"),
+        (request({"n_step": "auto"}), f"{H}.n_step", "did you mean 'n_steps'"),
         (request({"learning_rate": float("nan")}), f"{H}.learning_rate", "finite"),
         (request({"reasoning_effort": "high"}), f"{H}.reasoning_effort", "default"),
         (request({"n_epochs": 1, "n_steps": 5}), f"{H}.n_epochs", "not both"),
@@ -183,11 +200,43 @@ def test_an_environment_has_no_epochs() -> None:
         ),
         ("evaluation.prompts: too many; name: x", f"{H}.eval_prompts: too many; suffix: x"),
         ("environment.params.task: no", "method.reinforcement.environment.params.task: no"),
+        (f"{H}.n_epochs: give one", f"{H}.n_epochs: give one"),
     ],
 )
 def test_messages_are_told_in_the_words_of_the_request(ours: str, theirs: str) -> None:
     error = in_words_of_request(InvalidRequest(ours, param=ours.partition(":")[0]))
     assert (error.message, error.param) == (theirs, theirs.partition(":")[0])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            "environment.params.grader.reference: line 3: item.a is not there",
+            "method.reinforcement.grader.reference: line 3: item.a is not there",
+        ),
+        ("environment.params: a prompt is too long", "training_file: a prompt is too long"),
+        ("environment.params.file_id: no file", "training_file: no file"),
+        ("environment.params.eval_items: line 2", "validation_file: line 2"),
+        ("environment.max_turns: no", "method.reinforcement.environment.max_turns: no"),
+    ],
+)
+def test_with_a_grader_messages_name_it_and_the_files(ours: str, theirs: str) -> None:
+    assert in_words_of_request(InvalidRequest(ours), with_grader=True).message == theirs
+    assert named_field(ours, with_grader=True) == theirs.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ("environment.params.task: no", "method.reinforcement.environment.params.task"),
+        ("hyperparameters.n_steps: no", f"{H}.n_steps"),
+        ("the grader raised", None),
+        ("environment.params.task went away", None),
+    ],
+)
+def test_the_field_that_a_message_begins_with(message: str, param: str | None) -> None:
+    assert named_field(message) == param
 
 
 @pytest.mark.parametrize(

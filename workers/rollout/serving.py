@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class Choice:
     index: int
     request: GenerationRequest
     text: TextStream
-    started: float = 0.0
+    started: bool = False
     seconds: float = 0.0  # in the engine
     future: Future[GenerationResult] = field(default_factory=Future)
     done: bool = False  # and so are all its tokens
@@ -80,6 +81,7 @@ class Session:
     def __init__(self, call_id: str, call: CompletionCall, until: float) -> None:
         self.id, self.call, self.until = call_id, call, until
         self.reply = Reply(call_id)
+        self.taken = False  # a thread works on it
         self.left: MarlaasError | bool = False  # nobody listens (True), or why it must end
         self.events: queue.SimpleQueue[Sampled | Done | None] = queue.SimpleQueue()
 
@@ -120,6 +122,7 @@ class Serving:
         self._limit = limit
         self.slots = slots
         self._lock = threading.Lock()
+        self._stopping = False
         self._sessions: dict[str, Session] = {}
         if slots:
             self._threads = ThreadPoolExecutor(slots, thread_name_prefix="chat")
@@ -140,8 +143,12 @@ class Serving:
             return
         session = Session(call_id, call, until)
         with self._lock:
-            self._sessions[call_id] = session
-        self._threads.submit(self._run, session)
+            stopping = self._stopping
+            if not stopping:
+                self._sessions[call_id] = session
+                self._threads.submit(self._next)
+        if stopping:
+            session.send({"error": describe(EngineUnavailable(STOPPING)), "end": True})
 
     def load(self) -> dict[str, Any]:
         stats = self._engine.stats()
@@ -156,7 +163,13 @@ class Serving:
     def close(self, **_: Any) -> None:
         """What waits ends now, what runs has a few seconds more. Callers may try again elsewhere."""
         deadline = time.monotonic() + STOP_SECONDS
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._stopping = True
+            waiting = [session for session in self._sessions.values() if not session.taken]
+            for session in waiting:
+                del self._sessions[session.id]
+        for session in waiting:
+            session.send({"error": describe(EngineUnavailable(STOPPING)), "end": True})
         while self._sessions and time.monotonic() < deadline:
             time.sleep(0.1)
         for session in self._held():
@@ -179,6 +192,17 @@ class Serving:
                     log.warning("alive_lost", call=session.id, error=str(error))
 
     # -- in the thread of one request
+
+    def _next(self) -> None:
+        """Answers what waits: first come, first served, but those first whose tenants have the fewest answered now."""
+        with self._lock:
+            waiting = [session for session in self._sessions.values() if not session.taken]
+            if not waiting:
+                return  # it was told that this worker stops
+            answered = Counter(session.call.tenant_id for session in self._sessions.values() if session.taken)
+            session = min(waiting, key=lambda session: answered[session.call.tenant_id])
+            session.taken = True
+        self._run(session)
 
     def _run(self, session: Session) -> None:
         try:
@@ -232,8 +256,8 @@ class Serving:
             answer = f"and max_tokens is {wanted}" if wanted else "which leaves none for the answer"
             field = "messages" if call.messages is not None else "prompt"
             raise InvalidRequest(
-                f"This model's context has {self._limit} tokens. The {field} take {len(prompt)}, {answer};"
-                " shorten them or ask for fewer.",
+                f"Prompt and answer may have {self._limit} tokens together here. The {field} take {len(prompt)},"
+                f" {answer}; shorten them or ask for fewer.",
                 param="max_tokens" if wanted else field,
                 code="context_length_exceeded",
             )
@@ -299,6 +323,7 @@ class Serving:
         choice.future = self._engine.generate(
             choice.request, lambda token, logprob: events.put(Sampled(index, token, logprob))
         )
+        choice.started = True
         choice.future.add_done_callback(done)
 
     def _take(self, choice: Choice, event: Sampled) -> None:
@@ -332,6 +357,7 @@ class Serving:
         """Frees the rows of what still runs and writes the request into the ledger; returns the tokens generated."""
         for choice in choices:
             self._engine.abort(choice.request.id)
+        choices = [choice for choice in choices if choice.started]
         wait([choice.future for choice in choices])
         generated = sum(map(_generated, choices))
         call = session.call

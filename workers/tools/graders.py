@@ -20,7 +20,7 @@ from app.specs.grader import (
     calculate,
     parts,
 )
-from app.specs.templates import OUTPUT_JSON, OUTPUT_TEXT, NoSuchPlace, look_up, places, render, spelled
+from app.specs.templates import OUTPUT_JSON, OUTPUT_TEXT, NoSuchPlace, TooLong, look_up, places, render, spelled
 from workers.tools.grades import SAMPLE_PARSE_ERROR, Failure, Grade, Ungraded
 from workers.tools.python_grader import check_python, run_python
 from workers.tools.similarity import METRICS
@@ -123,7 +123,10 @@ def _filled(template: str, item: JSON, sample: JSON) -> str:
             flag = SAMPLE_PARSE_ERROR if root == "sample" else "invalid_variable_error"
             raise Ungraded(Failure(flag, str(error), by_sample=root == "sample")) from error
 
-    return render(template, find)
+    try:
+        return render(template, find)
+    except TooLong as error:
+        raise Ungraded(Failure("other_error", str(error))) from error
 
 
 def _as_json(text: str) -> Any:

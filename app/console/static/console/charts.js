@@ -23,6 +23,16 @@
     return String(Number(value.toPrecision(size >= 1000 ? 4 : 3)));
   }
 
+  /** Evaluations known so far and those told now: these may be of earlier versions. */
+  function merged(known, told) {
+    if (!known || !told.versions.length) return known ?? told;
+    const place = new Map(known.versions.map((version, i) => [version, [known, i]]));
+    told.versions.forEach((version, i) => place.set(version, [told, i]));
+    const versions = [...place.keys()].sort((a, b) => a - b);
+    const along = (name) => versions.map((version) => place.get(version)[0][name][place.get(version)[1]]);
+    return { versions, reward_mean: along("reward_mean"), pass_rate: along("pass_rate") };
+  }
+
   /** What the server has told of one job so far. */
   class Curves {
     constructor(told) {
@@ -41,8 +51,8 @@
         for (const [name, values] of Object.entries(told.metrics)) this.metrics[name].push(...values.slice(from));
       }
       this.over = told.over;
-      this.evals = told.evals;
-      return from >= 0 || known !== JSON.stringify(told.evals);
+      this.evals = merged(this.evals, told.evals);
+      return from >= 0 || known !== JSON.stringify(this.evals);
     }
   }
 
@@ -178,10 +188,14 @@
     return { data, series, bands: [{ series: [2, 3], fill: faint(colour(0)) }] };
   }
 
+  /** The job's name, with the start of its id where another one is called the same. */
+  const told = (job, jobs) =>
+    jobs.some((other) => other !== job && other.name === job.name) ? `${job.name} ${job.id.slice(0, 8)}` : job.name;
+
   function several(name, jobs) {
     const tables = jobs.map((job) => [job.versions, job.metrics[name] ?? job.versions.map(() => null)]);
     const filled = tables.map(([x, y]) => (x.length ? [x, y] : [[0], [null]]));
-    return { data: uPlot.join(filled), series: jobs.map((job, i) => line(job.name, colour(i))), bands: [] };
+    return { data: uPlot.join(filled), series: jobs.map((job, i) => line(told(job, jobs), colour(i))), bands: [] };
   }
 
   /** A flat line gets an axis of its own size; uPlot would draw a zero on one from 0 to 100. */

@@ -79,7 +79,11 @@ const marlaas = (() => {
 document.querySelectorAll(".toast").forEach(marlaas.arm);
 
 // Where tabs are wider than the window, the present one is in sight.
-for (const tab of document.querySelectorAll(".tabs [aria-current]")) tab.scrollIntoView({ block: "nearest", inline: "center" });
+// (scrollIntoView would begin the order of Tab there.)
+for (const tab of document.querySelectorAll(".tabs [aria-current]")) {
+  const tabs = tab.closest(".tabs");
+  tabs.scrollLeft = tab.offsetLeft - tabs.offsetLeft - (tabs.clientWidth - tab.offsetWidth) / 2;
+}
 
 // --- the menu of narrow windows
 const menu = document.querySelector("[data-menu]");

@@ -13,6 +13,13 @@
     timer = setTimeout(() => form.dispatchEvent(new CustomEvent("marlaas:changed")), WAIT_MS);
   }
 
+  /** What was said of the last try: a preflight tells anew what is wrong. */
+  function clearErrors() {
+    for (const told of form.querySelectorAll("#form-errors, .field-error")) told.remove();
+    for (const field of form.querySelectorAll(".has-error")) field.classList.remove("has-error");
+    for (const input of form.querySelectorAll("[aria-invalid]")) input.removeAttribute("aria-invalid");
+  }
+
   /** The file choices of the chosen tenant; with a file, after it was uploaded. */
   async function bringFiles(file = null) {
     const choices = document.getElementById("file-choices");
@@ -46,6 +53,7 @@
     if (event.target.matches("[data-upload]") && event.target.files.length) bringFiles(event.target.files[0]);
   });
   form.addEventListener("click", (event) => {
+    if (event.target.closest("[data-preflight]")) clearErrors();
     const preset = event.target.closest("[data-fill]");
     if (!preset) return;
     const field = document.getElementById(preset.dataset.fill);

@@ -25,6 +25,9 @@
     return made;
   }
 
+  /** A preflight has its job's name, and no page of its own. */
+  const owner = (lane) => (lane.kind === "preflight" ? `${lane.tenant}, preflight` : lane.tenant);
+
   function seconds(value) {
     if (value < 10) return `${value.toFixed(1)} s`;
     if (value < 90) return `${Math.round(value)} s`;
@@ -107,13 +110,13 @@
         this.names.replaceChildren(
           ...lanes.map((lane) =>
             element(
-              "a",
-              { href: `/console/jobs/${encodeURIComponent(lane.id)}`, title: `${lane.name} of ${lane.tenant}` },
+              ...(lane.kind === "preflight" ? ["span", {}] : ["a", { href: `/console/jobs/${encodeURIComponent(lane.id)}` }]),
               lane.name,
-              element("small", {}, lane.tenant),
+              element("small", {}, owner(lane)),
             ),
           ),
         );
+        lanes.forEach((lane, i) => (this.names.children[i].title = `${lane.name} of ${owner(lane)}`));
         this.names.classList.toggle("tall", this.versions);
       }
       if (this.details.open) this.fill();
@@ -129,7 +132,7 @@
         return element(
           "tr",
           {},
-          element("th", { scope: "row" }, `${lane.name} (${lane.tenant})`),
+          element("th", { scope: "row" }, `${lane.name} (${owner(lane)})`),
           element("td", {}, now.join(", ") || lane.state),
           ...PHASES.map((phase) => element("td", {}, seconds(sums[phase]))),
         );
