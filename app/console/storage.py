@@ -14,8 +14,8 @@ from app.settings import get_settings
 
 # What is marked, by kind.
 MARKED = {
-    "optimizer": "optimizer states of older versions",
-    "adapter_model": "adapter weights that are not kept, or of ended preflights",
+    "optimizer": "optimizer states of older versions, or without a commit",
+    "adapter_model": "adapter weights that are not kept, of ended preflights, or without a commit",
     "adapter_config": "configurations of such adapters",
     "adapter_zip": "zips of such adapters",
     "file": "files that tenants deleted",

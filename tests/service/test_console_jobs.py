@@ -646,9 +646,7 @@ def test_long_curves_are_thinned_but_keep_the_last_version(
 
 def test_only_evaluations_that_ended_since_are_told(console: Console, trained: uuid.UUID) -> None:
     play_evaluations(trained)
-    by_hand.execute(
-        "UPDATE rounds SET finished_at = now() - interval '1 h' WHERE kind = 'eval' AND policy_version = 0"
-    )
+    by_hand.execute("UPDATE rounds SET finished_at = now() - interval '1 h' WHERE kind = 'eval' AND policy_version = 0")
     (one,) = console.get(f"/console/data/series?job={trained}&after=1").json["jobs"]
     assert one["evals"]["versions"] == [2]
 
