@@ -18,7 +18,7 @@ CELLS: dict[str, Cell] = {
     "STAGE": lambda w: w.kind,
     "MODEL": lambda w: w.base_model,
     "BUSY": lambda w: f"{w.load['running']}/{w.slots}" if "running" in w.load else None,
-    "ADAPTERS": lambda w: f"{len(w.load.get('resident', ()))}/{w.adapter_slots}" if w.adapter_slots else None,
+    "ADAPTERS": lambda w: len(w.load["resident"]) if "resident" in w.load else None,
     "TOKENS/S": lambda w: w.load.get("tokens_per_second"),
     "STATE": lambda w: "draining" if w.draining else "working",
     "UP": lambda w: ago(w.started_at),
