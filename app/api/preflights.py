@@ -12,7 +12,7 @@ from app.api import idempotency, ids
 from app.api.auth import caller, requires, tenant_transaction
 from app.api.blueprint import annotate, api
 from app.api.documents import JobRequest, in_words_of_request
-from app.api.job_objects import JobError, unix
+from app.api.job_objects import JobError, job_error, unix
 from app.api.jobs import requested_spec
 from app.db import transaction
 from app.errors import Conflict, InvalidRequest, NotFound
@@ -62,7 +62,7 @@ def create_preflight(session: Session, body: PreflightRequest) -> idempotency.An
         tenant = session.get_one(Tenant, caller().tenant_id)
         job = preflight.submit(session, tenant, spec, body.preflight.prompts, body.preflight.samples)
     except InvalidRequest as error:
-        raise in_words_of_request(error) from error
+        raise in_words_of_request(error, with_grader=body.method.reinforcement.grader is not None) from error
     return _document(session, job), 200
 
 
@@ -116,7 +116,7 @@ def _document(session: Session, job: Job) -> dict[str, Any]:
     session.refresh(job)
     (progress,) = job_progress(session, [job.id])
     spec = JobSpec.model_validate(job.spec)
-    error = JobError(code=job.error_code, message=job.error_message or "", param=None) if job.error_code else None
+    error = job_error(job, spec)
     return PreflightObject(
         id=ids.preflight_id(job.id),
         object="fine_tuning.preflight",
