@@ -153,8 +153,9 @@ def test_the_order_of_the_demands_does_not_matter_between_ages(
 @given(st.integers(1, 6), demands(), UNLIMITED, st.integers(1, 4))
 def test_nobody_starves(capacity: int, found: list[Demand], share: dict[Hashable, Share], adapters: int) -> None:
     """A churn without end: in each step the oldest running episode ends and its slot goes to somebody; a job whose
-    round is through opens the next one at once. Everyone is let in before the others have gone through eight rounds each
-    (most often one, in a hundred thousand trials four), whatever their weights, also where adapters must take turns."""
+    round is through opens the next one at once. Everyone is let in before the others have gone through eight rounds
+    each (most often one; in a hundred thousand trials four), whatever their weights, also where adapters must take
+    turns."""
     live = [replace(d, running=0, waiting=d.waiting + 1, adapter=(d.round, 0)) for d in found]
     running: deque[int] = deque()
     got: set[Hashable] = set()
