@@ -20,7 +20,7 @@ from app.models.worker import WorkerKind
 from app.supervisor import split_command, with_scripts_on_path
 from app.up import PROCFILE
 
-NAMES = ("beat", *WorkerKind)  # as in the Procfile
+NAMES = ("web", "beat", *WorkerKind)  # as in the Procfile
 READY_SECONDS = 180.0
 STOP_SECONDS = 20.0
 
@@ -32,7 +32,7 @@ class WorkerEnded(InfrastructureFault):
 
 
 class Fleet:
-    """`with Fleet(logs, environment):` runs beat and one worker a stage, and stops them at the end."""
+    """`with Fleet(logs, environment):` runs the web server, beat and one worker a stage, and stops them at the end."""
 
     def __init__(self, logs: Path, environment: Mapping[str, str]) -> None:
         self._logs = logs
