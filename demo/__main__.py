@@ -30,7 +30,7 @@ from app.models import Job, Tenant
 from app.models.job import LIVE
 from app.settings import DEFAULT_STATE_DIR, get_settings
 from app.specs.job import JobSpec
-from app.up import prepare, running_stack
+from app.up import PASSWORD_FILE, prepare, running_stack
 from demo.fleet import Fleet
 from demo.report import HeldOut, Report, make_report, show
 
@@ -87,6 +87,8 @@ def run(state_dir: Path, output: Path, rounds: int | None) -> Report:
         say("what the untrained model can do, on held-out prompts:")
         before = held_out(model, None, list(specs), output / "held-out-before.log")
         say("starting the workers")
+        port = environment["MARLAAS_WEB_PORT"]
+        say(f"console: http://127.0.0.1:{port}/console/ as admin, the password is in {state_dir / PASSWORD_FILE}")
         with Fleet(output / "logs", environment | WORKER_SETTINGS) as fleet:
             job_ids = [submit(tenant, specs[name]) for tenant, name in WHO_TRAINS_WHAT]
             watch(fleet, job_ids)
