@@ -71,13 +71,12 @@ class Call:
 
     def __enter__(self) -> Call:
         """Raises InfrastructureFault when Redis cannot be reached."""
-        lasts = int(self._seconds + GRACE_SECONDS)
-        payload = json.dumps({**self._payload, "until": time.time() + self._seconds})
+        lasts = int(1000 * (self._seconds + GRACE_SECONDS))
         try:
             with client().pipeline() as pipe:
-                pipe.set(payload_key(self.id), payload, ex=lasts)
+                pipe.set(payload_key(self.id), json.dumps(self._payload), px=lasts)
                 pipe.xadd(stream_key(self.id), {"message": "{}"})
-                pipe.expire(stream_key(self.id), lasts)
+                pipe.pexpire(stream_key(self.id), lasts)
                 pipe.execute()
             celery.send_task(self._task, kwargs={"call_id": self.id}, queue=self._queue, expires=self._seconds)
         except (redis.RedisError, OperationalError, OSError) as error:

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import time
 
-from app.calls import END, Message, client, payload_key, stream_key
+from app.calls import END, GRACE_SECONDS, Message, client, payload_key, stream_key
 
 
 def take(call_id: str) -> Message | None:
-    """The payload, for the first who asks. None: late, a duplicate, taken back, or forged."""
-    found: Any = client().getdel(payload_key(call_id))
-    return json.loads(found) if found else None
+    """The payload, for the first who asks, with `until`, when its caller gives up, by this machine's clock.
+
+    None: late, a duplicate, taken back, or forged. What is left is told by Redis, as hosts' clocks may differ.
+    """
+    with client().pipeline() as pipe:
+        pipe.pttl(payload_key(call_id))
+        pipe.getdel(payload_key(call_id))
+        left, found = pipe.execute()
+    if not found:
+        return None
+    payload: Message = json.loads(found)
+    return payload | {"until": time.time() + left / 1000 - GRACE_SECONDS}
 
 
 class Reply:

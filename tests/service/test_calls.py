@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,6 +58,7 @@ def test_a_payload_is_taken_once() -> None:
     with Call("test.echo", QUEUE, {"x": 1}, 5) as call:
         taken = take(call.id)
         assert taken is not None and taken["x"] == 1
+        assert 0 < taken["until"] - time.time() <= 5.1
         assert take(call.id) is None
 
 
