@@ -122,6 +122,3 @@ class Call:
             client().delete(payload_key(self.id), stream_key(self.id))
         except redis.RedisError:
             return  # they expire
-
-
-call = Call

@@ -22,7 +22,6 @@ from app.specs.dataset import MAX_FILE_BYTES
 from app.specs.job import Text
 
 FORM_BYTES = 1 << 20  # of an upload, beside the file itself
-PURPOSE = "fine-tune"
 
 
 class UploadForm(Body):

@@ -49,12 +49,6 @@ def install(app: Flask) -> None:
     app.after_request(_end)
 
 
-def request_id() -> str:
-    """Of this request: on its answer, its log lines, and what it hands on."""
-    found: str = g.request_id
-    return found
-
-
 def _begin() -> None:
     g.request_id = f"req-{uuid.uuid4().hex}"
     g.began = time.perf_counter()

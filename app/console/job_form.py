@@ -34,7 +34,6 @@ PARAMS: dict[str, type[BaseModel]] = {**BUILT_IN, "dataset": DatasetSource}
 OTHER = "other"  # an environment of the operator's own, which alone knows its parameters
 WHOLE = ""  # errors that belong to no field
 
-MOST_LINES_SHOWN = 200
 
 LABELS = {
     "hyperparameters.n_steps": "Steps",

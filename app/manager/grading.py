@@ -6,7 +6,7 @@ import uuid
 from typing import Any
 
 from app import broker
-from app.calls import call
+from app.calls import Call
 from app.db import transaction
 from app.errors import InfrastructureFault, InvalidRequest, RateLimited
 from app.manager.workers import live_workers
@@ -35,7 +35,7 @@ def _ask(tenant_id: uuid.UUID, request: dict[str, Any]) -> dict[str, Any]:
         alive = any(w.slots and not w.draining for w in live_workers(session, WorkerKind.TOOLS))
     if not alive:
         raise InfrastructureFault("no tools worker is alive", code="no_tools_worker")
-    with call(broker.GRADE, QUEUE, {"tenant": str(tenant_id), "request": request}, SECONDS) as messages:
+    with Call(broker.GRADE, QUEUE, {"tenant": str(tenant_id), "request": request}, SECONDS) as messages:
         answer = next(iter(messages))
     if "busy" in answer:
         raise RateLimited("Too many graders are run at once. Wait for the answers of some.", retry_after=1)

@@ -12,13 +12,13 @@ from sqlalchemy.orm import Session
 from app.errors import EngineUnavailable, NotFound
 from app.manager.adapters import AdapterExpired
 from app.manager.objects import version_objects
+from app.manager.usage import NO_JOB
 from app.manager.workers import live_workers
 from app.models import BaseModel, Job, PolicyVersion, UsageEntry
 from app.models.job import JobKind
 from app.models.object import ObjectState
 from app.models.worker import WorkerKind
 
-NO_JOB = uuid.UUID(int=0)  # the job of usage that the base model itself made
 NO_ROUND = 0
 
 

@@ -82,7 +82,7 @@ class TextSimilarityGrader(Spec):
 
 
 class PythonGrader(Spec):
-    """The number that the source's `grade(sample, item)` returns, run in a sandbox (see `workers.tools.sandbox`).
+    """The number that the source's `grade(sample, item)` returns, run in a sandbox.
 
     `sample` is {"output_text": text, "output_json": the same read as JSON, or None}, `item` a line of the data.
     """
