@@ -12,6 +12,7 @@ import pydantic
 from sqlalchemy.orm import Session
 
 from app.api import ids
+from app.api.auth import caller
 from app.api.documents import asked_for, has_grader, hyperparameters_of, named_field, words_of_request
 from app.api.pages import ListOf
 from app.manager.adapters import AdapterVersion
@@ -112,7 +113,7 @@ def job_objects(
     session: Session, jobs: Sequence[Job], tenant_name: str, *, brief: bool = False
 ) -> list[dict[str, Any]]:
     """In their order. `brief` leaves out the lines that a job holds in its own document."""
-    progress = {p.job_id: p for p in job_progress(session, [job.id for job in jobs])}
+    progress = {p.job_id: p for p in job_progress(session, [job.id for job in jobs], caller().tenant_id)}
     tokens = trained_tokens(session, [job.id for job in jobs if job.state in TERMINAL])
     return [_job(job, progress[job.id], tokens, tenant_name, brief) for job in jobs]
 

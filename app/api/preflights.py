@@ -114,7 +114,7 @@ def _find(session: Session, text: str) -> Job:
 def _document(session: Session, job: Job) -> dict[str, Any]:
     session.flush()
     session.refresh(job)
-    (progress,) = job_progress(session, [job.id])
+    (progress,) = job_progress(session, [job.id], caller().tenant_id)
     spec = JobSpec.model_validate(job.spec)
     error = job_error(job, spec)
     return PreflightObject(

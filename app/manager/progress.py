@@ -10,7 +10,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import and_, func, select, text
+from sqlalchemy import and_, func, select, text, true
 from sqlalchemy.orm import Session
 
 from app.models import Episode, Job, Round, StepMetrics, Tenant
@@ -79,8 +79,13 @@ class LiveRound:
         return self.episodes[EpisodeState.FINISHED] + self.episodes[EpisodeState.FAILED]
 
 
-def job_progress(session: Session, job_ids: Sequence[uuid.UUID] | None = None) -> list[JobProgress]:
-    """Progress of these jobs, or of all live ones but preflights, in order of creation (at most MOST_JOBS)."""
+def job_progress(
+    session: Session, job_ids: Sequence[uuid.UUID] | None = None, tenant_id: uuid.UUID | None = None
+) -> list[JobProgress]:
+    """Progress of these jobs, or of all live ones but preflights, in order of creation (at most MOST_JOBS).
+
+    `tenant_id`: places in queues are counted among this tenant's jobs alone, as another's are none of its business.
+    """
     chosen = Job.id.in_(job_ids) if job_ids is not None else and_(Job.kind == JobKind.TRAIN, Job.state.in_(LIVE))
     now = func.clock_timestamp()
     rows = session.execute(
@@ -94,7 +99,7 @@ def job_progress(session: Session, job_ids: Sequence[uuid.UUID] | None = None) -
     ids = [job.id for job, _, _ in rows]
     live, rewards = live_rounds(session, ids), _rewards(session, ids)
     speeds, etas = _speeds(session, ids), _etas(session, ids)
-    places = _ready_places(session) | _queue_places(session)
+    places = _ready_places(session, tenant_id) | _queue_places(session)
     return [
         JobProgress(
             job_id=job.id,
@@ -192,12 +197,13 @@ def _etas(session: Session, job_ids: Sequence[uuid.UUID]) -> dict[uuid.UUID, flo
     return {r.job_id: max(0.0, r.left * r.step - r.since) for r in rows if r.step is not None}
 
 
-def _ready_places(session: Session) -> dict[uuid.UUID, int]:
+def _ready_places(session: Session, tenant_id: uuid.UUID | None) -> dict[uuid.UUID, int]:
     """First in, first out among the ready rounds of a base model (the tenants' weights may still let one go before)."""
+    mine = Job.tenant_id == tenant_id if tenant_id is not None else true()
     rows = session.execute(
         select(Job.id, Job.base_model)
         .join(Round, Round.job_id == Job.id)
-        .where(Round.state == RoundState.READY, Job.wanted == Wanted.RUN)
+        .where(Round.state == RoundState.READY, Job.wanted == Wanted.RUN, mine)
         .order_by(Round.ready_at, Round.id)
     )
     return _places(rows.all())
