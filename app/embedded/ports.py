@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 GRPC_OFFSET = 10_000  # SeaweedFS serves gRPC at port + 10000
 HIGHEST_WITH_GRPC = 65_535 - GRPC_OFFSET
@@ -23,6 +24,17 @@ def is_free(port: int) -> bool:
         return True
 
 
+def grpc_sockets_are_ours(port: int) -> bool:
+    """Removes sockets that an ended SeaweedFS left behind at this gRPC port; False where they are another user's."""
+    # SeaweedFS serves each gRPC port on a socket of this name as well, and does not start where it cannot make it.
+    for left in Path("/tmp").glob(f"seaweedfs-*-grpc-{port}.sock"):
+        try:
+            left.unlink(missing_ok=True)
+        except PermissionError:
+            return False
+    return True
+
+
 def choose_ports(usual: Sequence[int], *, grpc: bool = False) -> list[int]:
     """One free port for each usual one, all different; with `grpc`, the port 10000 above is free as well.
 
@@ -30,7 +42,10 @@ def choose_ports(usual: Sequence[int], *, grpc: bool = False) -> list[int]:
     """
 
     def fits(port: int) -> bool:
-        return is_free(port) and (not grpc or (port <= HIGHEST_WITH_GRPC and is_free(port + GRPC_OFFSET)))
+        if not grpc:
+            return is_free(port)
+        above = port + GRPC_OFFSET
+        return port <= HIGHEST_WITH_GRPC and is_free(port) and is_free(above) and grpc_sockets_are_ours(above)
 
     # From a random place on: stacks that start at the same time would else all look at the same ports.
     others = [*SEARCH]

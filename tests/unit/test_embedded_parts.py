@@ -48,6 +48,15 @@ def test_grpc_ports_stay_in_range_and_are_free() -> None:
         assert port + GRPC_OFFSET < 65_536
 
 
+def test_sockets_that_an_ended_server_left_behind_are_removed() -> None:
+    (usual,) = choose_ports([1], grpc=True)
+    left = Path(f"/tmp/seaweedfs-master-grpc-{usual + GRPC_OFFSET}.sock")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(left))
+    assert choose_ports([usual], grpc=True) == [usual]
+    assert not left.exists()
+
+
 def test_credentials_are_made_once_and_private(tmp_path: Path) -> None:
     path = tmp_path / "credentials.json"
     first = load_or_create(path)
