@@ -1,5 +1,6 @@
 # One image for all processes; the compose file and the Procfile say which one runs.
 # No index is named here: --build-arg PIP_INDEX_URL=… for a mirror, TORCH_INDEX_URL=… for torch's CPU builds.
+# With vLLM: EXTRAS=monitor,vllm, and PACKAGES="gcc libc6-dev", with which it builds kernel launchers as it starts.
 
 FROM python:3.11-slim-bookworm AS build
 ARG PIP_INDEX_URL=""
@@ -16,9 +17,13 @@ COPY pyproject.toml ./
 COPY app app
 COPY workers workers
 COPY migrations migrations
-RUN pip install --constraint constraints.txt '.[monitor]'
+ARG EXTRAS=monitor
+RUN pip install --constraint constraints.txt ".[$EXTRAS]"
 
 FROM python:3.11-slim-bookworm
+ARG PACKAGES=""
+RUN if [ -n "$PACKAGES" ]; then apt-get update && apt-get install --yes --no-install-recommends $PACKAGES \
+    && rm -rf /var/lib/apt/lists/*; fi
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin marlaas \
     && install --directory --owner=marlaas --group=marlaas /models /cache
 COPY --from=build /opt/marlaas /opt/marlaas

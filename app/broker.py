@@ -30,6 +30,7 @@ GRADE = "tools.grade"
 GENERATE = "rollout.generate"
 CHAT = "rollout.chat"
 TRAIN = "training.train"
+STREAM = "training.stream"
 START = "training.start"
 
 SWEEP_SENT_AT = "marlaas:sweep-sent-at"  # Redis key: when beat last sent a sweep, in seconds since the epoch

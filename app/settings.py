@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -47,16 +48,26 @@ class Settings(BaseSettings):
     # The base model of this worker, and how much of the machine it may use
     base_model: str | None = None  # name of a registered base model; default: the first one
     rollout_threads: int = 1  # torch threads of the engine
-    training_threads: int = 1
+    training_threads: int = 1  # of each rank
+    training_ranks: int = Field(1, ge=1)  # processes that the trainer's base model is spread over, one a device
+    training_device: Literal["cpu", "cuda"] = "cpu"
     cpu_affinity: str | None = None  # e.g. "0" or "0,1": cores this worker process is bound to
-    engine: str = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
     engine_slots: int = 32  # rows decoded at once
     engine_adapter_slots: int = 8  # adapters resident at once
     engine_kv_tokens: int = 65_536  # key/value cache, in tokens over all rows
     engine_chat_slots: int = 4  # rows and adapters beside those, for completions that tenants ask for
     max_lora_rank: int = 64
+    vllm_tensor_parallel_size: int = 1
+    vllm_gpu_memory_utilization: float = 0.9
+    vllm_max_cpu_loras: int = 32  # adapters that vLLM keeps in memory, those in slots included
+    vllm_float32_head: bool = True  # logits in float32, as the trainer's; slow on a CPU
+    vllm_engine_args: dict[str, Any] = {}  # JSON: any argument of vLLM's AsyncEngineArgs, over all else
     train_microbatch_tokens: int = 4096  # most tokens (padding included) of one micro-batch
     max_round_episodes: int = 4096  # a round is in the trainer's memory as a whole
+    train_gradient_checkpointing: bool = False  # a third more arithmetic for a tenth of the activations' memory
+    train_streaming: bool = True  # an idle trainer computes closed groups of rounds that are still rolled out
+    train_streaming_bytes: int = 1 << 30  # most that it keeps of them
 
     # Deadlines and budgets, seconds
     lease_seconds: float = 30.0

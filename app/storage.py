@@ -51,7 +51,8 @@ def client(public: bool = False, *, probe: bool = False) -> S3Client:
         aws_secret_access_key=secret.get_secret_value() if secret else None,
         config=Config(
             signature_version="s3v4",
-            s3={"addressing_style": "path"},
+            # Of an upload the headers are signed, with the checksum among them, which storage holds the body against.
+            s3={"addressing_style": "path", "payload_signing_enabled": False},
             connect_timeout=PROBE_SECONDS if probe else 5,
             read_timeout=PROBE_SECONDS if probe else 30,
             retries={"total_max_attempts": 1 if probe else 5, "mode": "standard"},
@@ -64,12 +65,13 @@ def sha256_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def put(key: str, data: bytes) -> None:
-    """Uploads once: an object that exists already is never overwritten. The same bytes again are a success.
+def put(key: str, data: bytes, sha256: str | None = None) -> None:
+    """Uploads once: an object that exists already is never overwritten. The same bytes again are a success. `sha256` is
+    for who knows it already.
 
     Raises InfrastructureFault when storage cannot be reached or holds other bytes under this key.
     """
-    _put(key, data, sha256_of(data))
+    _put(key, data, sha256 or sha256_of(data))
 
 
 def put_stream(key: str, stream: IO[bytes], sha256: str) -> None:

@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m bench [round|jobs|overhead]` prints tables and writes JSON under bench/results."""
+"""Benchmarks: `python -m bench [NAME ...]` prints tables and writes JSON and plots under bench/results."""

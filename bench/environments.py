@@ -1,39 +1,15 @@
 """The environment of the round benchmarks: sums as prompts, and a reward in which the episodes of a group differ.
 
-Loaded by workers through MARLAAS_ENVIRONMENT_MODULES=bench.environments; the peer takes prompts and reward from here.
+Loaded by workers through MARLAAS_ENVIRONMENT_MODULES=bench.environments.
 """
 
 from __future__ import annotations
 
-from random import Random
 from typing import ClassVar, Literal
 
+from bench.sums import messages, reward
 from workers.tools.environment import JSON, Action, Outcome, Prompt, Split
 from workers.tools.registry import Registry
-
-
-def messages(index: int, shots: int) -> list[dict[str, str]]:
-    """A sum behind `shots` solved ones; equally long in tokens for every index."""
-    random = Random(index)
-    solved = [
-        message
-        for shot in range(shots)
-        for message in (
-            {"role": "user", "content": f"What is {412 + shot} + {305 + shot}?"},
-            {"role": "assistant", "content": str(717 + 2 * shot)},
-        )
-    ]
-    question = f"What is {random.randint(100, 999)} + {random.randint(100, 999)}?"
-    return [
-        {"role": "system", "content": "Answer with the final answer only."},
-        *solved,
-        {"role": "user", "content": question},
-    ]
-
-
-def reward(text: str) -> float:
-    """The share of vowels: no two long texts have the same, so no group is without signal."""
-    return sum(character in "aeiou" for character in text.lower()) / max(1, len(text))
 
 
 class Sums:

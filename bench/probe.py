@@ -87,12 +87,14 @@ def time_generations() -> None:
 
 
 def time_training() -> None:
+    from workers.training.publishing import Publisher
     from workers.training.trainer import Trainer
     from workers.training.worker import TrainingWorker
 
     timed(Trainer, "update", "update")
-    for name in ("load_adapter", "load_optimizer", "_upload"):
-        timed(TrainingWorker, name, "files")
+    timed(TrainingWorker, "load_adapter", "files")
+    timed(TrainingWorker, "load_optimizer", "files")
+    timed(Publisher, "upload", "files")
 
 
 def time_environments() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,7 +20,7 @@ from rich.table import Table
 RESULTS = Path(__file__).resolve().parent / "results"
 PACKAGES = ("torch", "transformers", "peft", "trl")
 
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 150)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,26 @@ def table(title: str, *columns: str) -> Table:
     return made
 
 
+@dataclass(frozen=True)
+class Target:
+    """A figure that is to be reached: at least `value` times, or at most where `most`."""
+
+    what: str
+    value: float
+    unit: str
+    most: bool = False
+
+    def reached(self, figure: float) -> bool:
+        return figure < self.value if self.most else figure >= self.value
+
+    @property
+    def bound(self) -> str:
+        return f"{'under' if self.most else 'at least'} {self.value:g}"
+
+    def line(self, figure: float) -> str:
+        return f"{self.what}: {figure:.2f} {self.unit} (target: {self.bound}) {verdict(self.reached(figure))}"
+
+
 def verdict(reached: bool) -> str:
     return "[green]reached[/]" if reached else "[red]missed[/]"
 
@@ -61,6 +82,12 @@ def save(name: str, figures: dict[str, Any]) -> Path:
     path.write_text(json.dumps({"made": made_on()} | figures, indent=2) + "\n")
     console.print(f"[dim]{path}[/]")
     return path
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """What `save` wrote last; None where it never did."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def made_on() -> dict[str, Any]:

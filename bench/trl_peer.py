@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer in a process of its own: one optimizer step a line on standard input, its seconds as JSON back.
+"""TRL's GRPOTrainer in a process of its own: one optimizer step for each question. Started by `bench.rounds`.
 
-Started by `bench.peer`. Between two lines it waits on the pipe and computes nothing.
+`python -m bench.trl_peer` runs whole steps, generation included; `bench.training_trl` trains on given tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,57 +20,68 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from app.specs.job import LINEAR_LAYERS
-from bench.environments import messages, reward
-from bench.peer import PeerSpec
+from bench.child import answers
+from bench.memory import resident
+from bench.sums import messages, reward
 
 ITEMS = 256  # prompts until the first one comes again
 
 
-class Pipe(TrainerCallback):
-    """Waits for a line before a step; answers with its seconds, and with what the log says of its tokens."""
+@dataclass(frozen=True)
+class Spec:
+    """The same work as a round of ours."""
 
-    def __init__(self, answers: Any) -> None:
-        self.answers = answers
+    model: str
+    shots: int
+    prompts: int
+    group_size: int
+    tokens: int
+    rank: int
+    threads: int
+    batch: int  # episodes a forward and backward pass
+
+
+class Steps(TrainerCallback):
+    """Waits for a question before a step; answers with its seconds, and with what the log says of it."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe, self.base = pipe, 0
         self.started = self.seconds = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.base = resident()
+        sys.stdin.readline()
+        print(json.dumps({}), file=self.pipe, flush=True)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if not sys.stdin.readline():
-            sys.exit(0)
-        self.started = time.monotonic()
+            os._exit(0)
+        self.started = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds = time.monotonic() - self.started
+        self.seconds = time.perf_counter() - self.started
 
     def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        logs = others["logs"]
-        if "completions/mean_length" in logs:
-            answer = {
-                "seconds": self.seconds,
-                "tokens": logs["completions/mean_length"],
-                "without_signal": logs["frac_reward_zero_std"],
-            }
-            print(json.dumps(answer), file=self.answers, flush=True)
+        if "loss" in others["logs"]:
+            answer = {"seconds": self.seconds, "base": self.base, "peak": resident("VmHWM"), "log": others["logs"]}
+            print(json.dumps(answer), file=self.pipe, flush=True)
 
 
-def score(completions: list[Any], **_: Any) -> list[float | None]:
-    return [reward(completion[0]["content"]) for completion in completions]
-
-
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to the log
-    spec = PeerSpec(**json.loads(sys.argv[1]))
+def train(spec: Spec, pipe: Any, trainer_class: type[GRPOTrainer] = GRPOTrainer) -> None:
+    """Steps until the pipe is closed."""
     torch.set_num_threads(spec.threads)
+    episodes = spec.prompts * spec.group_size
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
             use_cpu=True,
             # What is quickest for it on a CPU: bfloat16 weights under autocast (without autocast a step takes minutes),
-            # the round in one batch (four of a group each take a tenth longer), nothing recomputed.
+            # nothing recomputed.
             model_init_kwargs={"dtype": "bfloat16"},
             bf16=True,
             gradient_checkpointing=False,
-            per_device_train_batch_size=spec.prompts * spec.group_size,
+            per_device_train_batch_size=spec.batch,
+            gradient_accumulation_steps=episodes // spec.batch,
             num_generations=spec.group_size,
             max_completion_length=spec.tokens,
             generation_kwargs={"min_new_tokens": spec.tokens},
@@ -84,7 +96,7 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         )
-        trainer = GRPOTrainer(
+        trainer_class(
             spec.model,
             reward_funcs=score,
             args=config,
@@ -92,10 +104,13 @@ def main() -> None:
             peft_config=LoraConfig(
                 r=spec.rank, lora_alpha=2 * spec.rank, target_modules=list(LINEAR_LAYERS), task_type="CAUSAL_LM"
             ),
-            callbacks=[Pipe(answers)],
-        )
-        trainer.train()
+            callbacks=[Steps(pipe)],
+        ).train()
+
+
+def score(completions: list[Any], **_: Any) -> list[float | None]:
+    return [reward(completion[0]["content"]) for completion in completions]
 
 
 if __name__ == "__main__":
-    main()
+    train(Spec(**json.loads(sys.argv[1])), answers())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +37,9 @@ class NoChromium(Exception):
 
 def find_chromium() -> Path:
     """The path of a Chromium: of this machine, else Debian's (root), else Playwright's own. Raises NoChromium."""
-    return _installed() or _from_debian() or _from_playwright()
+    with open(Path(tempfile.gettempdir()) / f"marlaas-chromium-{os.geteuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several test processes one installs it, and the others find it
+        return _installed() or _from_debian() or _from_playwright()
 
 
 def _installed() -> Path | None:

@@ -1,4 +1,4 @@
-"""Fixtures for all tests. Services are real: one embedded stack a session, in a directory of its own."""
+"""Fixtures for all tests. Services are real: one embedded stack a test process, in a directory of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # test processes at once share the cores; read when torch is loaded
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("COLUMNS", None)  # of the terminal that the test processes write to: commands under test have none
 
 from app import db, migrate
 from app.embedded import EmbeddedStack
@@ -34,9 +39,17 @@ def stack(state_dir: Path) -> Iterator[EmbeddedStack]:
         patch.setenv("MARLAAS_ENVIRONMENT_MODULES", "tests.toy")
         get_settings.cache_clear()
         db.engine.cache_clear()
+        do_not_flush()
         yield stack
     get_settings.cache_clear()
     db.engine.cache_clear()
+
+
+def do_not_flush() -> None:
+    """Commits need not outlive a crash of the machine; one of the server they do, as the kernel has the data."""
+    with db.engine("owner").connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text("ALTER SYSTEM SET fsync = off"))
+        connection.execute(text("SELECT pg_reload_conf()"))
 
 
 @pytest.fixture(scope="session")

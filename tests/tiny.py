@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-SPECIAL = ("<pad>", "<|im_end|>", "<|im_start|>", "<unk>")
-CHARACTERS = string.ascii_lowercase + string.digits + "\n .,?!:;+-*/=()<>_{}[]\"'"
-VOCAB_SIZE = len(SPECIAL) + len(CHARACTERS)  # 64
+from tests.alphabet import CHARACTERS, SPECIAL, VOCAB_SIZE
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -58,13 +56,14 @@ def tiny_config(**changes: Any) -> LlamaConfig:
     )
 
 
-def tiny_model_folder(
-    path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, tie_word_embeddings: bool = False
-) -> Path:
-    """Saves a random tiny Llama and its tokenizer under `path`; the same seed gives the same weights."""
+def tiny_model_folder(path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Path:
+    """Saves a random tiny Llama and its tokenizer under `path`; the same seed gives the same weights.
+
+    `changes` are those of `tiny_config`.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(tiny_config(tie_word_embeddings=tie_word_embeddings))
+        model = LlamaForCausalLM(tiny_config(**changes))
     model.to(dtype).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path

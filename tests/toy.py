@@ -10,7 +10,7 @@ import signal
 import time
 from typing import ClassVar, Literal
 
-from tests.tiny import CHARACTERS
+from tests.alphabet import CHARACTERS
 from workers.tools.environment import JSON, Action, Outcome, Prompt, Split
 from workers.tools.registry import Registry
 

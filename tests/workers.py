@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
+
+from app.embedded import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 STAGES = ("manager", "tools", "rollout", "training")
@@ -33,8 +36,8 @@ class WorkerProcesses:
             else:
                 command += ["worker", "-Q", stage, "-n", f"{stage}@test", "--without-gossip", "--without-mingle"]
             with (self.logs / f"{stage}.log").open("ab") as log:
-                self.processes[stage] = subprocess.Popen(
-                    command, cwd=ROOT, env=os.environ | self.environment, stdout=log, stderr=log
+                self.processes[stage] = processes.spawn(
+                    command, cwd=ROOT, env=os.environ | self.environment, output=log
                 )
 
     def kill(self, stage: str) -> None:
@@ -44,14 +47,12 @@ class WorkerProcesses:
         process.wait()
 
     def stop(self) -> None:
+        """Ends all at once, and web's own children; how they end when asked to takes seconds, and has its own tests."""
         for process in self.processes.values():
-            process.terminate()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         for process in self.processes.values():
-            try:
-                process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait()
         self.processes.clear()
 
     def output(self) -> str:

@@ -34,12 +34,12 @@ class ObjectCache:
             path.touch()
             return data
         data = storage.get(obj.key, obj.sha256)
-        self.put(data)
+        self.put(data, obj.sha256)
         return data
 
-    def put(self, data: bytes) -> Path:
+    def put(self, data: bytes, sha256: str | None = None) -> Path:
         """Stores bytes under their digest and drops the files that were used longest ago, past the bound."""
-        path = self.path(sha256_of(data))
+        path = self.path(sha256 or sha256_of(data))
         handle, name = tempfile.mkstemp(dir=self.root, prefix=".new-")
         with os.fdopen(handle, "wb") as file:
             file.write(data)

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import load, save
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from app.errors import AdapterInvalid, ObjectMissing
@@ -68,12 +68,18 @@ def read_adapter(folder: Path) -> LoraWeights:
     Raises ObjectMissing (no file) or AdapterInvalid (broken, not plain LoRA, not finite).
     """
     try:
-        config = json.loads((folder / CONFIG_FILE).read_text())
-        tensors = load_file(folder / WEIGHTS_FILE)
+        return parse_adapter((folder / CONFIG_FILE).read_bytes(), (folder / WEIGHTS_FILE).read_bytes())
     except FileNotFoundError as error:
         raise ObjectMissing(f"adapter file {error.filename or folder} is missing") from error
+
+
+def parse_adapter(config_file: bytes, weights_file: bytes) -> LoraWeights:
+    """Checks what the two files hold. Raises AdapterInvalid (broken, not plain LoRA, not finite)."""
+    try:
+        config = json.loads(config_file)
+        tensors = load(weights_file)
     except (ValueError, SafetensorError) as error:
-        raise AdapterInvalid(f"adapter in {folder} cannot be read: {error}") from error
+        raise AdapterInvalid(f"adapter cannot be read: {error}") from error
     if (
         config.get("peft_type") != "LORA"
         or config.get("bias", "none") != "none"
@@ -106,7 +112,14 @@ def fresh_adapter(model: PretrainedConfig | Path, spec: LoraSpec, seed: int) -> 
 
 
 def write_adapter(folder: Path, weights: LoraWeights, base_model_name: str) -> None:
-    """Writes a folder that `PeftModel.from_pretrained` and vLLM load as it is; the same weights give the same bytes."""
+    """Writes a folder that `PeftModel.from_pretrained` and vLLM load as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in adapter_files(weights, base_model_name).items():
+        (folder / name).write_bytes(data)
+
+
+def adapter_files(weights: LoraWeights, base_model_name: str) -> dict[str, bytes]:
+    """The folder's files by name; the same weights give the same bytes."""
     config = {
         "base_model_name_or_path": base_model_name,
         "bias": "none",
@@ -124,6 +137,7 @@ def write_adapter(folder: Path, weights: LoraWeights, base_model_name: str) -> N
         "use_rslora": False,
     }
     tensors = {name: tensor.to(torch.float32).contiguous() for name, tensor in weights.tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (folder / WEIGHTS_FILE).write_bytes(save(tensors, metadata={"format": "pt"}))
+    return {
+        CONFIG_FILE: (json.dumps(config, indent=2, sort_keys=True) + "\n").encode(),
+        WEIGHTS_FILE: save(tensors, metadata={"format": "pt"}),
+    }

@@ -62,6 +62,7 @@ class Runtime:
     slots: int = 0
     adapter_slots: int = 0
     load: Callable[[], dict[str, Any]] = dict
+    finish: Callable[[], object] = lambda: None  # waits for what the stage does outside of Celery's threads
     _stop: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -121,6 +122,7 @@ class Runtime:
 
     def stop(self) -> None:
         self.leaving = True
+        self.finish()
         self._stop.set()
         try:
             with transaction() as session:
@@ -252,6 +254,12 @@ def on_setup_logging(**_: Any) -> None:
     configure_logging(_runtime.name if _runtime else "beat")  # nobody else sets logging up
 
 
+def give_up(reason: str) -> None:
+    """Ends the process at once; what it held comes back by its leases."""
+    log.critical("stuck", reason=reason)
+    os._exit(EXIT_STUCK)
+
+
 class Watchdog:
     """Ends the process when work makes no progress: a supervisor starts it anew, the sweep gives its work again."""
 
@@ -267,5 +275,4 @@ class Watchdog:
             if now != seen or not self._busy():
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > self._seconds:
-                log.critical("stuck", seconds=self._seconds)
-                os._exit(EXIT_STUCK)
+                give_up(f"no progress in {self._seconds:.0f} seconds")

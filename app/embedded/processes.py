@@ -49,6 +49,7 @@ def spawn(
     output: IO[bytes] | int,
     identity: Identity | None = None,
     death_signal: signal.Signals = signal.SIGKILL,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Starts `command` in a session of its own; it gets `death_signal` when this process ends, however it ends."""
     identity = identity or Identity.current()
@@ -63,6 +64,7 @@ def spawn(
         stdout=output,
         stderr=subprocess.STDOUT,
         start_new_session=True,
+        pass_fds=pass_fds,
     )
     return started.result()
 

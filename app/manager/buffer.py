@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from app.manager.fairness import Ready, next_to_train
 from app.manager.packing import unpack_ids, unpack_logprobs
 from app.models import Episode, Group, Job, PolicyVersion, Round, StoredObject, Tenant, Turn
 from app.models.job import JobState, Wanted
-from app.models.round import EpisodeState, RoundKind, RoundState, TurnKind
+from app.models.round import OPEN, EpisodeState, RoundKind, RoundState, TurnKind
 from app.settings import get_settings
 from app.specs.job import JobSpec
 
@@ -35,12 +35,10 @@ class MixedVersions(JobFault):
 
 
 @dataclass(frozen=True)
-class TrainingClaim:
-    """A ready round that this worker holds, with what the update needs."""
+class RoundInput:
+    """A round with what its update needs."""
 
     round_id: int
-    attempt: int
-    losses: int
     tenant_id: uuid.UUID
     job_id: uuid.UUID
     policy_version: int
@@ -49,6 +47,14 @@ class TrainingClaim:
     adapter: StoredObject
     config: StoredObject
     optimizer: StoredObject | None
+
+
+@dataclass(frozen=True)
+class TrainingClaim(RoundInput):
+    """A ready round that this worker holds."""
+
+    attempt: int
+    losses: int
 
 
 @dataclass(frozen=True)
@@ -133,21 +139,53 @@ def _take(
     if taken is None:
         return None
     round_ = session.get_one(Round, round_id, populate_existing=True)
+    return TrainingClaim(**_input(session, job, round_), attempt=round_.attempt, losses=round_.losses)
+
+
+def _input(session: Session, job: Job, round_: Round) -> dict[str, Any]:
+    """The fields of a RoundInput."""
     version = session.get_one(PolicyVersion, (job.id, round_.policy_version))
     optimizer = version.optimizer_object_id and session.get_one(StoredObject, version.optimizer_object_id)
-    return TrainingClaim(
-        round_id=round_.id,
-        attempt=round_.attempt,
-        losses=round_.losses,
-        tenant_id=round_.tenant_id,
-        job_id=job.id,
-        policy_version=round_.policy_version,
-        weights_digest=round_.weights_digest,
-        spec=JobSpec.model_validate(job.spec),
-        adapter=session.get_one(StoredObject, version.adapter_object_id),
-        config=session.get_one(StoredObject, version.config_object_id),
-        optimizer=optimizer or None,
+    return {
+        "round_id": round_.id,
+        "tenant_id": round_.tenant_id,
+        "job_id": job.id,
+        "policy_version": round_.policy_version,
+        "weights_digest": round_.weights_digest,
+        "spec": JobSpec.model_validate(job.spec),
+        "adapter": session.get_one(StoredObject, version.adapter_object_id),
+        "config": session.get_one(StoredObject, version.config_object_id),
+        "optimizer": optimizer or None,
+    }
+
+
+def closed_group(session: Session, base_model: str, group_id: int) -> tuple[RoundInput, list[StoredTrajectory]] | None:
+    """A group whose episodes are all closed, so final, while its training round is still rolled out. None where it is
+    not so (any more), or the job is not to run."""
+    round_ = session.scalars(
+        select(Round)
+        .join(Group, Group.round_id == Round.id)
+        .where(Group.id == group_id, Round.kind == RoundKind.TRAIN, Round.state == RoundState.ROLLING_OUT)
+    ).first()
+    if round_ is None:
+        return None
+    job = session.get_one(Job, round_.job_id)
+    wanted = job.base_model == base_model and job.state == JobState.RUNNING and job.wanted == Wanted.RUN
+    if not wanted or session.get_one(Tenant, job.tenant_id).suspended:
+        return None
+    open_ = select(Episode.id).where(
+        Episode.round_id == round_.id, Episode.group_id == group_id, Episode.state.in_(OPEN)
     )
+    if session.scalars(open_.limit(1)).first() is not None:
+        return None
+    source = RoundInput(**_input(session, job, round_))
+    return source, trajectories(session, source, group_id)[0]
+
+
+def not_trained_yet(session: Session, round_ids: Collection[int]) -> set[int]:
+    """Those of the rounds whose update may still come."""
+    states = (RoundState.ROLLING_OUT, RoundState.READY)
+    return set(session.scalars(select(Round.id).where(Round.id.in_(round_ids), Round.state.in_(states))))
 
 
 def renew(session: Session, claim: TrainingClaim, lease_seconds: float) -> bool:
@@ -161,11 +199,16 @@ def renew(session: Session, claim: TrainingClaim, lease_seconds: float) -> bool:
     )
 
 
-def trajectories(session: Session, claim: TrainingClaim) -> list[list[StoredTrajectory]]:
-    """The round's finished episodes by group, ordered by (group, index), never by arrival.
+def trajectories(session: Session, source: RoundInput, group_id: int | None = None) -> list[list[StoredTrajectory]]:
+    """The round's finished episodes by group, or those of one group: ordered by (group, index), never by arrival.
 
     Raises MixedVersions when a turn is of another version or other weights (rule 1; the schema refuses it as well).
     """
+    which = [Episode.round_id == source.round_id]
+    of_group = []
+    if group_id is not None:
+        which.append(Episode.group_id == group_id)
+        of_group.append(Turn.episode_id.in_(select(Episode.id).where(*which)))
     turns: dict[int, list[TurnRow]] = defaultdict(list)
     for turn in session.execute(
         select(
@@ -177,7 +220,7 @@ def trajectories(session: Session, claim: TrainingClaim) -> list[list[StoredTraj
             Turn.sampled_ids,
             Turn.logprobs,
         )
-        .where(Turn.round_id == claim.round_id)
+        .where(Turn.round_id == source.round_id, *of_group)
         .order_by(Turn.episode_id, Turn.index)
     ):
         turns[turn.episode_id].append(turn)
@@ -192,24 +235,24 @@ def trajectories(session: Session, claim: TrainingClaim) -> list[list[StoredTraj
             Episode.state,
         )
         .join(Episode, Episode.group_id == Group.id)
-        .where(Group.round_id == claim.round_id, Episode.round_id == claim.round_id)
+        .where(Group.round_id == source.round_id, *which)
         .order_by(Group.index, Episode.index)
     )
     for row in rows:
         group = groups.setdefault(row.group, [])
         if row.state == EpisodeState.FINISHED:
-            check_consistent(claim, turns[row.id])
+            check_consistent(source, turns[row.id])
             group.append(_assemble(row.group, row.place, row.reward, row.truncated, turns[row.id]))
     return list(groups.values())
 
 
-def check_consistent(claim: TrainingClaim, turns: Sequence[TurnRow]) -> None:
+def check_consistent(source: RoundInput, turns: Sequence[TurnRow]) -> None:
     for turn in turns:
         policy = turn.kind == TurnKind.POLICY
-        if turn.policy_version != claim.policy_version or (policy and turn.weights_digest != claim.weights_digest):
+        if turn.policy_version != source.policy_version or (policy and turn.weights_digest != source.weights_digest):
             raise MixedVersions(
                 f"episode {turn.episode_id} holds a turn of version {turn.policy_version} ({turn.weights_digest});"
-                f" round {claim.round_id} is of version {claim.policy_version} ({claim.weights_digest})"
+                f" round {source.round_id} is of version {source.policy_version} ({source.weights_digest})"
             )
 
 

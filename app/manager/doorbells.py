@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from app import broker
 from app.db import after_commit
-from app.models import BaseModel, Episode, Job, Round
+from app.models import BaseModel, Episode, Group, Job, Round
+from app.models.round import OPEN, RoundKind, RoundState
 
 # One message carries at most this many episodes; more messages let more workers share a round.
 EPISODES_A_MESSAGE = 16
@@ -35,6 +37,31 @@ def ring_training(session: Session, base_model: str) -> None:
     """Carries no choice: the worker claims the next ready round."""
     queue = f"training{queue_suffix(session, base_model)}"
     after_commit(session, lambda: broker.ring(broker.TRAIN, queue))
+
+
+def ring_streaming(session: Session, group_ids: Collection[int]) -> None:
+    """Groups that are closed while their training round is still rolled out: an idle trainer may compute them."""
+    if not group_ids:
+        return
+    open_ = select(Episode.id).where(
+        Episode.round_id == Group.round_id, Episode.group_id == Group.id, Episode.state.in_(OPEN)
+    )
+    rows = session.execute(
+        select(Group.id, BaseModel.queue_suffix)
+        .join(Round, Round.id == Group.round_id)
+        .join(Job, Job.id == Round.job_id)
+        .join(BaseModel, BaseModel.name == Job.base_model)
+        .where(
+            Group.id.in_(group_ids),
+            Round.kind == RoundKind.TRAIN,
+            Round.state == RoundState.ROLLING_OUT,
+            ~open_.exists(),
+        )
+        .order_by(Group.id)
+    )
+    for group_id, suffix in rows:
+        ring = partial(broker.ring, broker.STREAM, f"training{suffix}", group_id=group_id)
+        after_commit(session, ring)
 
 
 def ring_resets(session: Session, group_ids: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import func, insert, select, text, update
+from sqlalchemy import Row, func, insert, select, text, update
 from sqlalchemy.orm import Session
 
 from app.manager import admission, doorbells, jobs, rounds
@@ -368,8 +368,11 @@ def record_answers(session: Session, answers: Sequence[Answer]) -> int:
         _flag(session, [by_id[i] for i in moved if by_id[i].flags])
         doorbells.ring_generations(session, moved)
     closed = _finish(session, finished)
-    for round_id, count in Counter(closed).items():
+    for round_id, count in Counter(row.round_id for row in closed).items():
         rounds.count_down(session, locked[round_id], count)
+    if closed and get_settings().train_streaming:
+        of_one_step = {a.claim.round.id for a in finished if a.claim.round.spec.hyperparameters.minibatches == 1}
+        doorbells.ring_streaming(session, {row.group_id for row in closed if row.round_id in of_one_step})
     return len(moved) + len(closed)
 
 
@@ -386,9 +389,9 @@ def _flag(session: Session, answers: Sequence[Answer]) -> None:
         )
 
 
-def _finish(session: Session, answers: Sequence[Answer]) -> list[int]:
-    """The fenced move to the end, with the reward; returns the round of each episode that was still held. The caller
-    holds the rounds' locks."""
+def _finish(session: Session, answers: Sequence[Answer]) -> list[Row[tuple[int, int]]]:
+    """The fenced move to the end, with the reward; returns round and group of each episode that was still held. The
+    caller holds the rounds' locks."""
     if not answers:
         return []
     said = [
@@ -403,7 +406,7 @@ def _finish(session: Session, answers: Sequence[Answer]) -> list[int]:
             " truncated = said.truncated, flags = nullif(coalesce(e.flags, '[]') || coalesce(said.flags, '[]'), '[]'),"
             " lease_until = NULL, finished_at = clock_timestamp()"
             " FROM held JOIN jsonb_to_recordset(CAST(:said AS jsonb)) AS said(id bigint, reward float8, passed bool,"
-            " truncated bool, flags jsonb) USING (id) WHERE e.id = held.id RETURNING e.round_id"
+            " truncated bool, flags jsonb) USING (id) WHERE e.id = held.id RETURNING e.round_id, e.group_id"
         ),
         {
             "ids": [a.claim.episode_id for a in answers],
@@ -411,7 +414,7 @@ def _finish(session: Session, answers: Sequence[Answer]) -> list[int]:
             "said": json.dumps(said, allow_nan=False),
         },
     )
-    return [row.round_id for row in rows]
+    return list(rows)
 
 
 # --- faults

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from functools import cached_property
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -18,6 +19,10 @@ class Upload:
     kind: ObjectKind
     key: str
     data: bytes
+
+    @cached_property
+    def sha256(self) -> str:
+        return sha256_of(self.data)
 
 
 def announce(
@@ -37,7 +42,7 @@ def announce(
             version=version,
             kind=upload.kind,
             key=upload.key,
-            sha256=sha256_of(upload.data),
+            sha256=upload.sha256,
             size=len(upload.data),
         )
         session.add(known[upload.key])

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from tests.browsing import NoChromium, find_chromium, watched_page
+
+expect.set_options(timeout=15_000)  # workers and other tests use the same cores
 
 
 @pytest.fixture(scope="session")

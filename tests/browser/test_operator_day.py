@@ -76,7 +76,7 @@ def web(service: Service) -> Service:  # noqa: F811
 def answers() -> bool:
     try:
         return requests.get(f"{BASE_URL}/readyz", timeout=5).ok
-    except requests.ConnectionError:
+    except requests.RequestException:  # not there yet, or slow while it starts
         return False
 
 

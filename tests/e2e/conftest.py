@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from app.models import Base, Job, Tenant
 from app.settings import get_settings
 from tests.tiny import VOCAB_SIZE, tiny_model_folder
 from tests.workers import STAGES, WorkerProcesses, wait_for
+
+collect_ignore = [] if find_spec("vllm") else ["test_vllm_worker.py"]
 
 SETTINGS = {
     "MARLAAS_ENVIRONMENT_MODULES": "tests.toy",
@@ -89,7 +92,7 @@ def clean(stack: EmbeddedStack) -> None:
 def service(
     stack: EmbeddedStack, database: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Service]:
-    """Workers of all stages and beat. A module's SETTINGS go over the common ones."""
+    """Workers of all stages and beat. A module's SETTINGS go over the common ones, its MODEL over `tiny_config`."""
     clean(stack)
     settings = SETTINGS | getattr(request.module, "SETTINGS", {})
     with pytest.MonkeyPatch.context() as patch:
@@ -98,7 +101,7 @@ def service(
         get_settings.cache_clear()
         folder = get_settings().models_path / "tiny"
         if not folder.exists():
-            tiny_model_folder(folder)
+            tiny_model_folder(folder, **getattr(request.module, "MODEL", {}))
         with transaction() as session:
             config = {"context_length": 512, "vocab_size": VOCAB_SIZE}
             base_models.register(session, "tiny", "tiny", "float32", config)

@@ -10,8 +10,8 @@ from app.db import transaction
 from app.manager import buffer
 from app.manager.packing import unpack_ids, unpack_logprobs
 from app.models import Episode, Group, PolicyVersion, Round, StepMetrics, Turn
+from tests.alphabet import SPECIAL
 from tests.e2e.conftest import Service
-from tests.tiny import SPECIAL
 
 IM_END, IM_START = SPECIAL.index("<|im_end|>"), SPECIAL.index("<|im_start|>")
 

@@ -381,7 +381,7 @@ def test_honcho_runs_the_procfile(host: Host) -> None:
     def ready() -> bool:
         try:
             return requests.get(f"http://127.0.0.1:{port}/readyz", timeout=10).status_code == 200
-        except requests.ConnectionError:
+        except requests.RequestException:
             return False
 
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,23 +9,18 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from sqlalchemy import select
 
 from app import db, storage
 from app.db import transaction
 from app.embedded import EmbeddedStack
-from app.manager import base_models, buffer, commit
+from app.manager import buffer, commit
 from app.manager.buffer import StoredTrajectory, TrainingClaim
 from app.models import Job, PolicyVersion, StoredObject, Tenant
-from app.models.round import EpisodeState
-from app.models.worker import WorkerKind
 from app.settings import get_settings
 from tests import by_hand
 from tests.proxy import LossyProxy
-from tests.tiny import VOCAB_SIZE, tiny_model_folder
-from workers.cache import ObjectCache
+from tests.trainers import new_worker, play_round, start_job, versions_and_steps
 from workers.lora import weights_digest
-from workers.runtime import Runtime
 from workers.training import worker as worker_module
 from workers.training.optimizer import write_optimizer
 from workers.training.trainer import UpdateResult
@@ -36,45 +30,6 @@ from workers.training.worker import TrainingWorker
 @pytest.fixture
 def worker(hand: None, tmp_path: Path) -> TrainingWorker:
     return new_worker(tmp_path / "cache")
-
-
-def new_worker(cache: Path) -> TrainingWorker:
-    """A training stage with a cache of its own."""
-    folder = get_settings().models_path / by_hand.MODEL
-    if not folder.exists():
-        tiny_model_folder(folder)
-    with transaction() as session:
-        model = base_models.served_model(session, by_hand.MODEL)
-    made = TrainingWorker(
-        Runtime(WorkerKind.TRAINING, by_hand.TRAINING.name, boot=by_hand.TRAINING.boot, base_model=model)
-    )
-    made.cache = ObjectCache(cache)
-    return made
-
-
-def start_job(worker: TrainingWorker, tenant: Tenant, **changes: object) -> uuid.UUID:
-    """A running job whose version 0 the training stage made and uploaded."""
-    job_id = by_hand.queue_job(tenant, **changes)
-    by_hand.admit()
-    worker.start(job_id)
-    return job_id
-
-
-def play_round(job_id: uuid.UUID, seed: int = 0) -> None:
-    """Finishes the job's round with random token ids and rewards."""
-    chosen = random.Random(f"{job_id.int if seed is None else seed}")
-    round_id = by_hand.live_round(job_id).id
-    by_hand.admit()
-    by_hand.reset(round_id)
-    found = by_hand.ids(by_hand.episodes_of(round_id))
-    turns = []
-    for claim in by_hand.claim(found, EpisodeState.GENERATING):
-        sampled = [chosen.randrange(4, VOCAB_SIZE) for _ in range(chosen.randint(2, 8))]
-        context = [chosen.randrange(4, VOCAB_SIZE) for _ in range(5)]
-        turns.append(by_hand.turn(claim, context_ids=context, sampled_ids=sampled, logprobs=[-4.0] * len(sampled)))
-    by_hand.record_turns(turns)
-    answers = [by_hand.answer(c, chosen.random()) for c in by_hand.claim(found, EpisodeState.ACTING, by_hand.TOOLS)]
-    by_hand.record_answers(answers)
 
 
 def claimed(job_id: uuid.UUID) -> tuple[TrainingClaim, list[list[StoredTrajectory]]]:
@@ -258,13 +213,3 @@ def test_a_connection_lost_before_the_commit_arrives_is_one_step(
     worker.train(claim)
     assert calls == [1, 1]
     assert versions_and_steps(job_id) == [(0, 0), (1, 1)]
-
-
-def versions_and_steps(job_id: uuid.UUID) -> list[tuple[int, int]]:
-    with transaction() as session:
-        rows = session.execute(
-            select(PolicyVersion.version, PolicyVersion.optimizer_steps)
-            .where(PolicyVersion.job_id == job_id)
-            .order_by(PolicyVersion.version)
-        )
-        return [tuple(row) for row in rows]  # type: ignore[misc]

@@ -21,7 +21,7 @@ from app.errors import InvalidRequest
 from tests.tiny import VOCAB_SIZE, tiny_adapter_folder, tiny_config, tiny_model_folder
 from workers.lora import read_adapter
 from workers.rollout.attention import DecodeAttention, KVCache, PrefillAttention, Span
-from workers.rollout.decoder import Decoder
+from workers.rollout.decoder import FUSED, Decoder
 from workers.rollout.slots import AdapterBatch, Slot, fill_slot
 
 SIZES = {
@@ -73,7 +73,9 @@ def qwen3_with_head_norms() -> PreTrainedModel:
 
 
 def cache_of(decoder: Decoder, rows: int) -> KVCache:
-    return KVCache(len(decoder.layers), rows, decoder.kv_heads, 64, decoder.head_dim, decoder.dtype)
+    cache = KVCache(len(decoder.layers), rows, decoder.kv_heads, 64, decoder.head_dim, decoder.dtype)
+    cache.fit(64, 0)
+    return cache
 
 
 def prefill(decoder: Decoder, cache: KVCache, prompts: list[list[int]], lora: object = None) -> torch.Tensor:
@@ -157,7 +159,8 @@ def slot_of(decoder: Decoder, folder: Path) -> Slot:
 def mixed_logits(decoder: Decoder, slots: list[Slot | None], prompts: list[list[int]]) -> torch.Tensor:
     """Logits of each row's last token after prefill and one decode step, all rows in one batch."""
     active = list(dict.fromkeys(slot for slot in slots if slot is not None))
-    batch = AdapterBatch(active, decoder.shapes, len(decoder.layers))
+    batch = AdapterBatch(decoder.shapes, len(decoder.layers))
+    batch.hold(active)
     cache = cache_of(decoder, len(prompts))
     heads = [ids[:-1] for ids in prompts]
     by_token = [slot for slot, ids in zip(slots, heads, strict=True) for _ in ids]
@@ -211,3 +214,39 @@ def test_a_huge_adapter_does_not_touch_its_neighbours(decoder: Decoder, adapters
     alone = mixed_logits(decoder, [other], PROMPTS[1:2])
     assert not mixed[0].isfinite().all()
     assert relative_gap(mixed[1], alone[0]) < 1e-5
+
+
+@torch.inference_mode()
+def test_adapters_come_and_go_and_have_unequal_numbers_of_rows(decoder: Decoder, adapters: list[Path]) -> None:
+    """The batch's products against each row's own, over projections of one and of several modules."""
+    first, second, third = (slot_of(decoder, folder) for folder in adapters)
+    fourth = slot_of(decoder, adapters[0])
+    batch = AdapterBatch(decoder.shapes, len(decoder.layers))
+    for held in ([first, second], [third, first, fourth], [fourth, second], [first]):
+        batch.hold(held)
+        slots = [None, *held, *[held[-1]] * 9, held[0], None]
+        lora = batch.rows(slots)
+        for fused, modules in FUSED.items():
+            x = torch.randn(len(slots), decoder.shapes[modules[0]][1])
+            expected = [torch.zeros(len(slots), decoder.shapes[module][0]) for module in modules]
+            for row, slot in enumerate(slots):
+                for out, module in zip(expected, modules, strict=True):
+                    if slot is not None and module in slot.a:
+                        out[row] = x[row] @ slot.a[module][1].T @ slot.b[module][1].T * slot.scaling
+            got = torch.zeros(len(slots), sum(out.shape[1] for out in expected))
+            lora.add(fused, 1, x, got)
+            torch.testing.assert_close(got, torch.cat(expected, 1), atol=1e-4, rtol=1e-4)
+
+
+def test_the_cache_keeps_its_rows_when_their_reach_changes() -> None:
+    cache = KVCache(layers=2, rows=3, kv_heads=2, length=100, head_dim=4, dtype=torch.float32)
+    cache.data.fill_(torch.nan)  # of earlier requests
+    for row in (0, 1):
+        cache.copy(2, row, 0)
+    tokens = torch.randn(2, 2, 2, 2, 20, 4)
+    cache.data[:, :, :2, :, :20] = tokens
+    for length, reach in ((33, 64), (99, 100), (40, 100), (21, 32), (64, 64)):
+        cache.fit(length, rows=2)
+        assert cache.reach == reach
+        assert torch.equal(cache.data[:, :, :2, :, :20], tokens)
+        assert not cache.data[:, :, :2, :, 20:].any()

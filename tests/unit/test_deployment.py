@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import metadata, version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from honcho.environ import parse_procfile
 
 from app.embedded.home import wheel_file
+from app.settings import Settings
 from app.supervisor import split_command
 from tests.compose import ROOT, compose_config, make_env, services
 
@@ -90,14 +91,30 @@ def test_compose_refuses_what_its_schema_does_not_know(env_file: Path, tmp_path:
     assert "helthcheck" in compose_config(env_file, str(wrong)).stderr
 
 
-def test_cpu_and_gpu_run_the_same_services_but_for_the_device(env_file: Path) -> None:
+def test_cpu_and_gpu_run_the_same_services_but_for_the_device_and_the_engine(env_file: Path) -> None:
     cpu, gpu = services(env_file, profile="cpu"), services(env_file, profile="gpu")
     assert {name.removesuffix("-gpu") for name in gpu} == set(cpu)
     for name in ("rollout", "training"):
-        plain, with_device = cpu[name], gpu[f"{name}-gpu"]
-        (device,) = with_device.pop("deploy")["resources"]["reservations"]["devices"]
+        (device,) = gpu[f"{name}-gpu"].pop("deploy")["resources"]["reservations"]["devices"]
         assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-        assert {**plain, "profiles": None} == {**with_device, "profiles": None}
+    engine = {"image", "build", "environment", "shm_size"}
+    for name, differ in (("rollout", {"profiles"} | engine), ("training", {"profiles"})):
+        plain, with_device = cpu[name], gpu[f"{name}-gpu"]
+        assert {key for key in plain | with_device if plain.get(key) != with_device.get(key)} == differ
+    assert cpu["rollout"]["environment"]["MARLAAS_ENGINE"] == "torch"
+    assert gpu["rollout-gpu"]["environment"]["MARLAAS_ENGINE"] == "vllm"
+
+
+def test_every_setting_that_a_service_gets_is_one(env_file: Path) -> None:
+    found = {name for p in ("cpu", "gpu") for s in services(env_file, profile=p).values() for name in s["environment"]}
+    known = {f"MARLAAS_{name.upper()}" for name in Settings.model_fields}
+    assert {name for name in found if name.startswith("MARLAAS_")} <= known
+
+
+def test_the_image_of_the_gpu_has_vllm(env_file: Path) -> None:
+    extras = services(env_file, profile="gpu")["rollout-gpu"]["build"]["args"]["EXTRAS"].split(",")
+    assert "vllm" in extras and "$EXTRAS" in (ROOT / "Dockerfile").read_text()
+    assert set(extras) <= set(metadata("marlaas").get_all("Provides-Extra") or [])
 
 
 def test_only_the_web_port_is_published_and_on_loopback_until_said_otherwise(composed: dict[str, Any]) -> None:

@@ -85,9 +85,10 @@ def test_packing_shares_the_prefix_and_points_at_the_predictor_of_each_token():
         episode([7, 8, 9, 3, 4, 5], [0, 0, 0, 1, 0, 1], index=1),
     ]
     (batch,) = pack_group(group, [1.0, -1.0], 100)
-    # Rows are read up to the token before the last sampled one: [7 8 9 1] and [7 8 9 3 4], longest first.
+    # Rows are read up to the token before the last sampled one: [7 8 9 1] and [7 8 9 3 4], longest first,
+    # and, as they are of unlike length, one position of padding.
     assert batch.input_ids.tolist() == [[7, 8, 9, 3, 4, 1, 0]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 4]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 4, 3, 0]]
     assert batch.targets.tolist() == [3, 5, 1, 2]
     assert batch.sources.tolist() == [2, 4, 2, 5]
     assert batch.advantages.tolist() == [-1.0, -1.0, 1.0, 1.0]
@@ -96,7 +97,7 @@ def test_packing_shares_the_prefix_and_points_at_the_predictor_of_each_token():
 def test_packing_keeps_the_token_budget():
     group = [episode([1, 2, *range(10 + i, 15 + i)], [0, 0, 1, 1, 1, 1, 1], index=i) for i in range(5)]
     batches = pack_group(group, [0.5] * 5, 10)  # prefix 2, suffixes of 4: two rows in 10 tokens
-    assert [batch.layout.rows for batch in batches] == [2, 2, 1]
+    assert [len(batch.layout.lengths) for batch in batches] == [2, 2, 1]
     assert all(batch.layout.tokens <= 10 for batch in batches)
 
 

@@ -75,10 +75,9 @@ def test_peft_loads_a_written_adapter_and_computes_the_same_logprobs(base, tmp_p
     theirs = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
 
     model = LoraModel(base, torch.float32)
-    model.set_adapter(weights.tensors, weights.scaling)
     (batch,) = pack_group([Trajectory(ids, [0] + [1] * 11, [0.0] * 12, 0.0, 0, False)], [1.0], 100)
     with torch.no_grad():
-        ours, _ = model.chosen_logprobs(batch, 0.7)
+        ours, _ = model.chosen_logprobs(batch, 0.7, model.fuse(weights.tensors, weights.scaling))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 

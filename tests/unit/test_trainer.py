@@ -15,7 +15,7 @@ from workers.lora import fresh_adapter, read_adapter, write_adapter
 from workers.training.grpo import Trajectory, advantages
 from workers.training.optimizer import OPTIMIZER_FILE, adamw_step, initial_state, read_optimizer, write_optimizer
 from workers.training.packing import pack_group
-from workers.training.trainer import PackedGroup, Trainer, Update
+from workers.training.trainer import PackedGroup, Policy, Trainer, Update, can_stream
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -152,10 +152,11 @@ def our_gradient(trainer, weights, groups, old, h, temperature, budget=BUDGET):
         if any(group_old):  # packed as if they were engine logprobs, so in the order of the micro-batches
             as_engine = [replace(t, engine_logprobs=o) for t, o in zip(group, group_old, strict=True)]
             packed_old += [batch.engine_logprobs for batch in pack_group(as_engine, values, budget)]
-    update = Update(trainer.model, weights, initial_state(weights.tensors), h, temperature)
-    flat = update.gradient(packed, packed_old or None, lambda: None)
+    policy = Policy(trainer.model, weights, h, temperature)
+    update = Update(policy, initial_state(weights.tensors))
+    flat = update.gradient(packed, iter(packed_old) if packed_old else None, lambda: None)
     tokens = sum(t.loss_tokens for group in groups for t in group)
-    return update.sums.loss / tokens, update.layout.unflatten(flat / tokens), update.sums.means()
+    return update.tokens.loss / tokens, policy.layout.unflatten(flat / tokens), update.tokens.means()
 
 
 H = HyperparametersSpec(clip_low=0.2, clip_high=0.3, kl_coefficient=0.05, tis_cap=2.0)
@@ -306,6 +307,32 @@ def test_an_update_is_bit_identical_with_another_job_in_between_and_from_files(b
     assert not same(adapter.tensors, make_adapter(1).tensors)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kl_coefficient", [0.0, 0.05])
+@pytest.mark.parametrize("known", [(0,), (2, 1), (0, 1, 2, 3, 4)])
+def test_an_update_is_bit_identical_with_sums_of_groups_computed_before(base, dtype, kl_coefficient, known):
+    trainer = Trainer(base, dtype, threads=1, microbatch_tokens=40)
+    groups, adapter = make_groups(), make_adapter()
+    optimizer = initial_state(adapter.tensors)
+    h = HyperparametersSpec(learning_rate=1e-2, kl_coefficient=kl_coefficient)
+    whole = trainer.update(adapter, optimizer, groups, h, TEMPERATURE)
+    sums = {position: trainer.group_sums(adapter, groups[position], h, TEMPERATURE) for position in known}
+    streamed = trainer.update(adapter, optimizer, groups, h, TEMPERATURE, sums=sums)
+    assert same(streamed.adapter.tensors, whole.adapter.tensors)
+    assert same(streamed.optimizer.exp_avg, whole.optimizer.exp_avg)
+    assert same(streamed.optimizer.exp_avg_sq, whole.optimizer.exp_avg_sq)
+    assert streamed.metrics | {"seconds": 0} == whole.metrics | {"seconds": 0}
+
+
+def test_sums_of_groups_are_refused_in_a_round_of_several_steps(trainer):
+    groups, adapter = make_groups(), make_adapter()
+    h = HyperparametersSpec(minibatches=2)
+    sums = {0: trainer.group_sums(adapter, groups[0], h, TEMPERATURE)}
+    assert not can_stream(h)
+    with pytest.raises(ValueError, match="several steps"):
+        trainer.update(adapter, initial_state(adapter.tensors), groups, h, TEMPERATURE, sums=sums)
+
+
 def test_inputs_are_never_written_to(trainer):
     adapter = make_adapter()
     optimizer = initial_state(adapter.tensors)
@@ -419,6 +446,5 @@ def one_token(token, logprob=0.0, reward=0.0, index=0):
 def next_token_logprobs(trainer, adapter):
     """The policy's distribution over all 64 tokens after the prompt, from the trainer's own model."""
     (batch,) = pack_group([one_token(token, index=token) for token in range(64)], [0.0] * 64, BUDGET)
-    trainer.model.set_adapter(adapter.tensors, adapter.scaling)
     with torch.no_grad():
-        return trainer.model.chosen_logprobs(batch, 1.0)[0]
+        return trainer.model.chosen_logprobs(batch, 1.0, trainer.model.fuse(adapter.tensors, adapter.scaling))[0]

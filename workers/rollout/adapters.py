@@ -48,7 +48,7 @@ class AdapterStore:
         self._engine = engine
         self._cache = cache
         self._keep = keep
-        self._root = _own_folder(get_settings().cache_path)
+        self._root = own_folder("adapters")
         self._lock = threading.Lock()
         self._registered: OrderedDict[str, Registered] = OrderedDict()
 
@@ -108,9 +108,10 @@ class AdapterStore:
         shutil.rmtree(self._root, ignore_errors=True)
 
 
-def _own_folder(cache: Path) -> Path:
-    """A folder of this process; those of processes of this machine that died are removed."""
-    prefix = f"adapters-{socket.gethostname()}-"
+def own_folder(what: str) -> Path:
+    """A folder of this process in the cache; those of processes of this machine that died are removed."""
+    cache = get_settings().cache_path
+    prefix = f"{what}-{socket.gethostname()}-"
     for folder in cache.glob(f"{prefix}*"):
         if not Path(f"/proc/{folder.name.removeprefix(prefix)}").exists():
             shutil.rmtree(folder, ignore_errors=True)

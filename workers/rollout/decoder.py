@@ -7,6 +7,7 @@ leaves out padding, and takes the LoRA branch of many adapters at once.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -45,6 +46,11 @@ class LoraBranch(Protocol):
     def add(self, fused: str, layer: int, x: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
+def on_device(device: str) -> AbstractContextManager[object]:
+    """Where tensors are made inside; nothing to be done, and no time lost on each call, for the CPU."""
+    return nullcontext() if device == "cpu" else torch.device(device)
+
+
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> Linear:
     """x [n, in] -> x @ weight.T + bias [n, out].
 
@@ -53,7 +59,7 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> L
     packs = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
-    if not (packs and torch.backends.mkldnn.is_available()):
+    if not (packs and weight.device.type == "cpu" and torch.backends.mkldnn.is_available()):
         return lambda x: F.linear(x, weight, bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
@@ -71,7 +77,7 @@ class Layer:
 
 
 class Decoder:
-    """The base model, frozen, in `dtype` on the CPU; the final projection onto the vocabulary is float32."""
+    """The base model, frozen, in `dtype`; the final projection onto the vocabulary is float32."""
 
     def __init__(self, path: Path, dtype: torch.dtype, rows: int) -> None:
         """Loads a transformers folder. Raises InvalidRequest for a model of another family or kind of attention."""

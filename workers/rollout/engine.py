@@ -5,11 +5,14 @@ Source of the contract: vLLM's AsyncLLM with LoRA requests; the torch engine and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
+
+from app.errors import InvalidRequest
 
 FinishReason = Literal["stop", "length", "abort"]
 Pool = Literal["rollout", "chat"]  # each has rows and adapter slots of its own, so that neither starves the other
@@ -32,6 +35,29 @@ class GenerationRequest:
     sampling: SamplingParams
     priority: int = 0  # lower goes first in its pool; returning turns go before new episodes
     pool: Pool = "rollout"
+
+
+def check_request(request: GenerationRequest, rows: int, vocab_size: int, max_length: int) -> None:
+    """Raises InvalidRequest, with the numbers, for what an engine with `rows` rows of `max_length` cannot serve."""
+    ids, sampling = request.token_ids, request.sampling
+    if not rows:
+        raise InvalidRequest(f"this engine has no rows for the {request.pool} pool", param="pool")
+    if not ids or min(ids) < 0 or max(ids) >= vocab_size:
+        raise InvalidRequest(f"token_ids must be 1 or more ids under {vocab_size}", param="token_ids")
+    if sampling.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {sampling.max_tokens}; must be at least 1", param="max_tokens")
+    if len(ids) + sampling.max_tokens > max_length:
+        raise InvalidRequest(
+            f"{len(ids)} prompt tokens and max_tokens {sampling.max_tokens} make {len(ids) + sampling.max_tokens}, "
+            f"over this engine's {max_length} tokens a request",
+            param="max_tokens",
+        )
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidRequest(f"temperature is {sampling.temperature}; must be 0 or more", param="temperature")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidRequest(f"top_p is {sampling.top_p}; must be over 0 and at most 1", param="top_p")
+    if sampling.seed < 0:
+        raise InvalidRequest(f"seed is {sampling.seed}; must be 0 or more", param="seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +86,8 @@ class EngineStats:
     generated_tokens: int = 0
     tokens_per_second: float = 0.0  # over the last seconds
     busy_seconds: float = 0.0  # time spent with work since start
+    kv_usage: float = 0.0  # share of the key/value cache in use, where the engine pages it
+    prefix_hit_rate: float = 0.0  # share of the latest prompts' tokens found in the prefix cache
 
 
 class Engine(Protocol):

@@ -8,7 +8,6 @@ Rollouts and chat share the batch, but each pool has its own share of rows and a
 from __future__ import annotations
 
 import heapq
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -22,9 +21,17 @@ import structlog
 import torch
 
 from app.errors import AdapterInvalid, InfrastructureFault, InvalidRequest, MarlaasError
+from workers.malloc import keep_freed_memory
 from workers.rollout.attention import DecodeAttention, KVCache, PrefillAttention, Span
-from workers.rollout.decoder import Decoder
-from workers.rollout.engine import EngineStats, FinishReason, GenerationRequest, GenerationResult, Pool
+from workers.rollout.decoder import Decoder, on_device
+from workers.rollout.engine import (
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    Pool,
+    check_request,
+)
 from workers.rollout.sampling import RowParams, Sampled, random_stream, sample
 from workers.rollout.slots import AdapterBatch, AdapterRows, AdapterSlots, Slot
 
@@ -115,7 +122,7 @@ class Wave:
 
 
 class TorchEngine:
-    """Implements `Engine` on the CPU."""
+    """Implements `Engine` on the CPU, or on any other `device` of PyTorch."""
 
     def __init__(
         self,
@@ -128,16 +135,24 @@ class TorchEngine:
         max_lora_rank: int,
         threads: int,
         chat_slots: int = 0,
+        device: str = "cpu",
     ) -> None:
         """`slots`: rollouts decoded at once; `kv_tokens`: cache of their rows; `threads`: of torch, in the decode
         thread; `chat_slots`: rows of the same length, and adapter slots, for the chat pool beside those."""
         torch.set_num_threads(1)
-        self.decoder = Decoder(model_path, dtype, rows=slots)
+        keep_freed_memory()
+        self._device = device
+        with on_device(device):
+            self.decoder = Decoder(model_path, dtype, rows=slots)
         self.max_length = min(self.decoder.context, kv_tokens // slots)  # of one request, prompt included
         layers = len(self.decoder.layers)
         rows = slots + chat_slots
-        self._cache = KVCache(layers, rows, self.decoder.kv_heads, self.max_length, self.decoder.head_dim, dtype)
-        self._adapters = AdapterSlots(adapter_slots + chat_slots, self.decoder.shapes, layers, dtype, max_lora_rank)
+        self._cache = KVCache(
+            layers, rows, self.decoder.kv_heads, self.max_length, self.decoder.head_dim, dtype, device
+        )
+        self._adapters = AdapterSlots(
+            adapter_slots + chat_slots, self.decoder.shapes, layers, dtype, max_lora_rank, device
+        )
         self._shares: dict[Pool, Share] = {
             "rollout": Share(slots, adapter_slots),
             "chat": Share(chat_slots, chat_slots),
@@ -156,7 +171,8 @@ class TorchEngine:
         self._rows: list[Row] = []  # row i lives in cache row i
         self._wave: Wave | None = None
         self._batch: tuple[RowParams, AdapterRows | None] | None = None  # of `_rows`; None: they changed
-        self._concatenated: AdapterBatch | None = None
+        self._stacked = AdapterBatch(self.decoder.shapes, layers)
+        self._held: set[Slot] = set()  # those in it
 
         self._steps = self._generated = 0
         self._busy = 0.0
@@ -174,7 +190,7 @@ class TorchEngine:
         row = Row(request, Future(), on_token)
         row.future.set_running_or_notify_cancel()  # `abort` is the way to end a request early
         try:
-            self._check(request)
+            check_request(request, self._shares[request.pool].rows, self.decoder.vocab_size, self.max_length)
         except InvalidRequest as error:
             row.future.set_exception(error)
             return row.future
@@ -230,34 +246,13 @@ class TorchEngine:
             self._wake.notify()
         self._thread.join()
 
-    def _check(self, request: GenerationRequest) -> None:
-        ids, sampling = request.token_ids, request.sampling
-        if not self._shares[request.pool].rows:
-            raise InvalidRequest(f"this engine has no rows for the {request.pool} pool", param="pool")
-        if not ids or min(ids) < 0 or max(ids) >= self.decoder.vocab_size:
-            raise InvalidRequest(f"token_ids must be 1 or more ids under {self.decoder.vocab_size}", param="token_ids")
-        if sampling.max_tokens < 1:
-            raise InvalidRequest(f"max_tokens is {sampling.max_tokens}; must be at least 1", param="max_tokens")
-        if len(ids) + sampling.max_tokens > self.max_length:
-            raise InvalidRequest(
-                f"{len(ids)} prompt tokens and max_tokens {sampling.max_tokens} make {len(ids) + sampling.max_tokens}, "
-                f"over this engine's {self.max_length} tokens a request",
-                param="max_tokens",
-            )
-        if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-            raise InvalidRequest(f"temperature is {sampling.temperature}; must be 0 or more", param="temperature")
-        if not 0 < sampling.top_p <= 1:
-            raise InvalidRequest(f"top_p is {sampling.top_p}; must be over 0 and at most 1", param="top_p")
-        if sampling.seed < 0:
-            raise InvalidRequest(f"seed is {sampling.seed}; must be 0 or more", param="seed")
-
     # -- the decode thread
 
     def _run(self, threads: int, team_ready: threading.Event) -> None:
         torch.set_num_threads(threads)
         torch.get_num_threads()  # a thread's first use of torch sets it to the process's default: let that be now
         team_ready.set()
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(self._device):
             while True:
                 with self._wake:
                     self._wake.wait_for(lambda: self._closed or self._requests)
@@ -287,10 +282,19 @@ class TorchEngine:
             self._drop_aborted()
         if self._wave is None:
             self._admit()
+        self._fit_cache()
         if self._wave is not None:
             self._prefill(self._wave)
         if self._rows:
             self._decode()
+
+    def _fit_cache(self) -> None:
+        lengths, used = [row.position + 1 for row in self._rows], len(self._rows)
+        if self._wave is not None:
+            lengths += [len(prompt.token_ids) + 1 for prompt in self._wave.prompts]
+            used = self._wave.base + len(self._wave.prompts)
+        if lengths:
+            self._cache.fit(max(lengths), used)
 
     def _drop_aborted(self) -> None:
         with self._wake:
@@ -405,9 +409,6 @@ class TorchEngine:
         The prompts move down first, so that copies for rows that share one overwrite nothing that is still needed.
         """
         logits = torch.stack([prompt.logits for prompt in wave.prompts if prompt.logits is not None])
-        for place in range(len(wave.prompts)):
-            if not logits[place].isfinite().all():
-                self._cache.clear(wave.base + place)
         first = len(self._rows)
         for place, prompt in enumerate(wave.prompts):
             self._cache.copy(wave.base + place, first + place, prompt.filled)
@@ -437,17 +438,15 @@ class TorchEngine:
         self._take(rows, sample(self.decoder.logits(hidden), uniforms, params))
 
     def _lora(self, slots: Sequence[Slot | None]) -> AdapterRows | None:
-        """The LoRA branch for rows on these slots.
-
-        Concatenates again only for a new adapter, or when over half of the concatenated ones have left.
-        """
+        """The LoRA branch for rows on these slots."""
         if not any(slots):
             return None
         active = {row.slot: None for row in self._live() if row.slot is not None}
-        batch = self._concatenated
-        if batch is None or not active.keys() <= set(batch.slots) or len(batch.slots) > 2 * len(active):
-            batch = self._concatenated = AdapterBatch(list(active), self.decoder.shapes, len(self.decoder.layers))
-        return batch.rows(slots)
+        if active.keys() != self._held:
+            self._held = set(active)
+            self._stacked.hold(active)
+            self._batch = None
+        return self._stacked.rows(slots)
 
     def _take(self, rows: Sequence[Row], sampled: Sampled) -> None:
         values = zip(sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.finite.tolist(), strict=True)
@@ -463,8 +462,6 @@ class TorchEngine:
             return
         leaving = [self._rows[place] for place in ended]
         for place in reversed(ended):
-            if self._rows[place].error is not None:
-                self._cache.clear(place)
             last = self._rows.pop()
             if place < len(self._rows):
                 self._cache.copy(len(self._rows), place, last.position)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -25,12 +26,11 @@ from workers.faults import settle_fault
 from workers.gate import Gate
 from workers.once import once
 from workers.retry import retried
-from workers.rollout.adapters import AdapterStore
+from workers.rollout.adapters import AdapterStore, own_folder
 from workers.rollout.chat import Chat
 from workers.rollout.engine import Engine, GenerationRequest, GenerationResult, SamplingParams
 from workers.rollout.serving import Serving
-from workers.rollout.torch_engine import TorchEngine
-from workers.runtime import Runtime, Watchdog, runtime
+from workers.runtime import Runtime, Watchdog, give_up, runtime
 
 log = structlog.get_logger(__name__)
 
@@ -63,16 +63,7 @@ class RolloutWorker:
         self.runtime = this
         self.chat = Chat.load(path)
         self.limit = base_models.context_limit(this.base_model)
-        self.engine: Engine = TorchEngine(
-            path,
-            getattr(torch, this.base_model.dtype),
-            slots=settings.engine_slots,
-            adapter_slots=settings.engine_adapter_slots,
-            kv_tokens=settings.engine_kv_tokens,
-            max_lora_rank=settings.max_lora_rank,
-            threads=settings.rollout_threads,
-            chat_slots=settings.engine_chat_slots,
-        )
+        self.engine = make_engine(path, getattr(torch, this.base_model.dtype))
         keep = 4 * (settings.engine_adapter_slots + settings.engine_chat_slots)
         self.adapters = AdapterStore(self.engine, ObjectCache(), keep)
         self.gate = Gate()
@@ -106,6 +97,8 @@ class RolloutWorker:
             "generated_tokens": stats.generated_tokens,
             "busy_seconds": round(stats.busy_seconds, 3),
             "steps": stats.steps,
+            "kv_usage": round(stats.kv_usage, 3),
+            "prefix_hit_rate": round(stats.prefix_hit_rate, 3),
             **self.serving.load(),
         }
 
@@ -273,6 +266,34 @@ class RolloutWorker:
                 continue
             for episode_id in live.keys() - held:
                 self.engine.abort(live[episode_id].request_id)
+
+
+def make_engine(model: Path, dtype: torch.dtype) -> Engine:
+    """The engine that the settings name. Each is imported at its use: either runs where the other cannot."""
+    settings = get_settings()
+    sizes: dict[str, Any] = {
+        "slots": settings.engine_slots,
+        "adapter_slots": settings.engine_adapter_slots,
+        "kv_tokens": settings.engine_kv_tokens,
+        "max_lora_rank": settings.max_lora_rank,
+        "threads": settings.rollout_threads,
+        "chat_slots": settings.engine_chat_slots,
+    }
+    if settings.engine == "torch":
+        from workers.rollout.torch_engine import TorchEngine
+
+        return TorchEngine(model, dtype, **sizes)
+    from workers.rollout.vllm_engine import VllmEngine
+    from workers.rollout.vllm_process import VllmOptions
+
+    options = VllmOptions(
+        tensor_parallel_size=settings.vllm_tensor_parallel_size,
+        gpu_memory_utilization=settings.vllm_gpu_memory_utilization,
+        max_cpu_loras=settings.vllm_max_cpu_loras,
+        float32_head=settings.vllm_float32_head,
+        engine_args=settings.vllm_engine_args,
+    )
+    return VllmEngine(model, dtype, **sizes, options=options, staging=own_folder("vllm"), on_broken=give_up)
 
 
 def _priority(claim: Claim) -> int:

@@ -103,7 +103,7 @@ class TokenSums:
         return TokenSums(len(losses), float(losses.detach().sum(dtype=torch.float64)), sums)
 
     def __add__(self, other: TokenSums) -> TokenSums:
-        parts = {name: self.parts.get(name, 0.0) + value for name, value in other.parts.items()}
+        parts = {name: self.parts.get(name, 0.0) + other.parts.get(name, 0.0) for name in {**self.parts, **other.parts}}
         return TokenSums(self.tokens + other.tokens, self.loss + other.loss, parts)
 
     def means(self) -> dict[str, float]:

@@ -1,165 +1,121 @@
-"""The frozen base model with LoRA branches: transformers' Llama, Qwen2 or Qwen3 body, logprobs of chosen tokens out."""
+"""The frozen base model with a LoRA adapter: a micro-batch in, logprobs of its loss tokens out, differentiable."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from app.errors import AdapterInvalid, InvalidRequest
-from app.specs.job import LINEAR_LAYERS
 from workers.lora import tensor_name
-from workers.training.packing import Layout, MicroBatch
+from workers.training.attention import SharedPrefixAttention
+from workers.training.head import ChosenLogprobs, Head
+from workers.training.layer import FUSED, Branch, Branches, Layer, Norm, Rotary
+from workers.training.packing import MicroBatch
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-HEAD_CHUNK = 256  # positions whose vocabulary row exists at once
 
 
-class _LoraProduct(torch.autograd.Function):
-    """x·Wᵀ + bias + scaling·(x·Aᵀ)·Bᵀ with W and bias frozen; x [rows, in], A [rank, in], B [out, rank].
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter's tensors, by PEFT name in the model's dtype, and the fused branches that the layers compute with."""
 
-    Autograd would form the same gradients with one more pass over x's and, for B, with a slower product.
-    """
+    tensors: Mapping[str, Tensor]
+    layers: list[Branches]
+
+
+class _Hidden(torch.autograd.Function):
+    """Hidden states after the last norm at the batch's source positions [n, hidden], differentiable by `tensors`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
-    ) -> Tensor:
-        down = x @ a.t()
-        ctx.save_for_backward(x, weight, a, b, down)
-        ctx.scaling = scaling
-        return F.linear(x, weight, bias).addmm_(down, b.t(), alpha=scaling)
+    def forward(ctx: Any, model: LoraModel, batch: MicroBatch, adapter: Adapter, *tensors: Tensor) -> Tensor:
+        keep = any(ctx.needs_input_grad)
+        around = model.rotary(batch), SharedPrefixAttention(batch.layout, model.kv_heads, model.group, model.scaling)
+        x = model.embedding[batch.input_ids[0]]
+        kept: list[Any] = []
+        for layer, branches in zip(model.in_turn(), adapter.layers, strict=True):
+            out, activations = layer.forward(x, branches, *around)
+            if keep:
+                kept.append(x if model.checkpointing else activations)
+            x = out
+        ctx.model, ctx.batch, ctx.adapter, ctx.around, ctx.kept = model, batch, adapter, around, kept
+        ctx.last = last = x[batch.sources]
+        return model.norm.forward(last, model.norm.scale(last))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight, a, b, down = ctx.saved_tensors
-        grad_down = (grad @ b).mul_(ctx.scaling)
-        grad_x = (grad @ weight).addmm_(grad_down, a) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, grad_down.t() @ x, (grad.t() @ down).mul_(ctx.scaling), None
-
-
-class LoraLinear(nn.Module):
-    """A frozen linear layer with, while an adapter is set, a LoRA branch."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = base.weight, base.bias
-        self.branch: tuple[Tensor, Tensor, float] | None = None  # A [rank, in], B [out, rank], scaling
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.branch is None:
-            return F.linear(x, self.weight, self.bias)
-        rows = x.reshape(-1, x.shape[-1])
-        out: Tensor = _LoraProduct.apply(rows, self.weight, self.bias, *self.branch)
-        return out.view(*x.shape[:-1], -1)
-
-
-def shared_prefix_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, layout: Layout, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """Causal attention over a packed micro-batch: each suffix row sees the prefix and itself, never another row.
-
-    query [1, heads, layout.tokens, dim], key and value [1, kv heads, layout.tokens, dim];
-    returns [1, layout.tokens, heads, dim], as transformers' attention interface wants it.
-    """
-    scale = kwargs["scaling"]
-    prefix, rows, width = layout.prefix, layout.rows, layout.width
-    (shared_q, q), (shared_k, k), (shared_v, v) = (x.split([prefix, rows * width], dim=2) for x in (query, key, value))
-    parts = []
-    if prefix:
-        out = F.scaled_dot_product_attention(shared_q, shared_k, shared_v, is_causal=True, scale=scale, enable_gqa=True)
-        parts.append(out.transpose(1, 2))
-    if width:
-
-        def suffixes(x: Tensor) -> Tensor:  # [rows, heads, width, dim]
-            return x.squeeze(0).unflatten(1, (rows, width)).transpose(0, 1)
-
-        def behind(shared: Tensor, own: Tensor) -> Tensor:  # [rows, kv heads, prefix + width, dim]
-            return torch.cat([shared.expand(rows, -1, -1, -1), suffixes(own)], dim=2)
-
-        visible = torch.ones(width, prefix + width, dtype=torch.bool).tril(diagonal=prefix)
-        out = F.scaled_dot_product_attention(
-            suffixes(q), behind(shared_k, k), behind(shared_v, v), attn_mask=visible, scale=scale, enable_gqa=True
-        )
-        parts.append(out.transpose(1, 2).reshape(1, rows * width, *out.shape[1::2]))
-    return torch.cat(parts, dim=1), None
-
-
-ALL_ATTENTION_FUNCTIONS.register("marlaas_shared_prefix", shared_prefix_attention)
-
-
-class _ChosenLogprobs(torch.autograd.Function):
-    """Logprob of each target and entropy of each row's softmax, in chunks, without a vocabulary row kept for backward.
-
-    The gradient of a logprob by its own hidden state, (onehot - p)·W / T, needs no upstream value but a factor, so the
-    forward pass computes it while p is at hand. Entropy is a figure, not part of the graph.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, head: Tensor, wide_head: Tensor, temperature: float) -> Any:
-        logprobs = torch.empty(len(hidden), dtype=wide_head.dtype)
-        entropies = torch.empty_like(logprobs)
-        slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Two buffers for all chunks: fresh memory of this size costs more than the arithmetic on it.
-        buffers = torch.empty(2, min(HEAD_CHUNK, len(hidden)), len(wide_head), dtype=wide_head.dtype)
-        for start in range(0, len(hidden), HEAD_CHUNK):
-            chunk = slice(start, start + HEAD_CHUNK)
-            scaled = hidden[chunk].to(wide_head.dtype) / temperature
-            p, log_p = buffers[0, : len(scaled)], buffers[1, : len(scaled)]
-            torch.log_softmax(torch.mm(scaled, wide_head.t(), out=p), dim=-1, out=log_p)
-            torch.exp(log_p, out=p)
-            chosen = targets[chunk].unsqueeze(-1)
-            logprobs[chunk] = log_p.gather(-1, chosen).squeeze(-1)
-            entropies[chunk] = -torch.bmm(p.unsqueeze(1), log_p.unsqueeze(2)).view(-1)
-            if slopes is not None:
-                p.scatter_add_(-1, chosen, torch.full_like(chosen, -1, dtype=p.dtype))
-                slopes[chunk] = (p.to(head.dtype) @ head) * (-1 / temperature)
-        ctx.slopes = slopes
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-        return grad.unsqueeze(-1).to(ctx.slopes.dtype) * ctx.slopes, None, None, None, None
+        model, adapter, around, kept = ctx.model, ctx.adapter, ctx.around, ctx.kept
+        grad = model.norm.backward(grad, ctx.last, model.norm.scale(ctx.last))
+        # Several rows' first tokens have one source.
+        grad = grad.new_zeros(ctx.batch.layout.tokens, grad.shape[1]).index_add_(0, ctx.batch.sources, grad)
+        gradients: dict[str, Tensor] = {}
+        last = len(model.layers) - 1
+        for index, layer in zip(range(last, -1, -1), model.in_turn(back=True), strict=True):
+            branches, activations = adapter.layers[index], kept.pop()
+            if model.checkpointing:
+                activations = layer.forward(activations, branches, *around)[1]
+            grad, fused = layer.backward(grad, activations, branches, *around, wants_x=index > 0)
+            for name, pair in fused.items():
+                gradients |= model.split(index, name, pair, adapter)
+        return None, None, None, *(gradients[name] for name in adapter.tensors)
 
 
 class LoraModel:
-    """One base model in `dtype`, frozen; adapters are set by tensor, nothing is rebuilt."""
+    """One base model in `dtype`, frozen. With `checkpointing`, backward computes each layer's forward again."""
 
-    def __init__(self, model_path: Path, dtype: torch.dtype) -> None:
+    def __init__(self, model_path: Path, dtype: torch.dtype, checkpointing: bool = False, device: str = "cpu") -> None:
         """Raises InvalidRequest for a model outside the Llama, Qwen2 and Qwen3 families or with sliding windows."""
         config = AutoConfig.from_pretrained(model_path)
         if config.model_type not in FAMILIES:
             raise InvalidRequest(
                 f"model type {config.model_type} is not one of {', '.join(FAMILIES)}", param="base_model"
             )
-        if getattr(config, "use_sliding_window", False):
-            raise InvalidRequest("models with sliding window attention are not served", param="base_model")
-        self.model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, attn_implementation="marlaas_shared_prefix"
-        ).requires_grad_(False)
-        self.dtype = dtype
-        self.head = self.model.lm_head.weight
-        self.wide_head = self.head.to(torch.promote_types(dtype, torch.float32))
-        self.linears: dict[str, LoraLinear] = {}
-        for name, module in list(self.model.named_modules()):
-            parent, _, kind = name.rpartition(".")
-            if kind in LINEAR_LAYERS:
-                self.linears[name] = LoraLinear(module)
-                setattr(self.model.get_submodule(parent), kind, self.linears[name])
+        if getattr(config, "use_sliding_window", False) or config.hidden_act != "silu":
+            raise InvalidRequest(
+                "models with sliding window attention or an activation but SiLU are not served", param="base_model"
+            )
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).requires_grad_(False)
+        for part in (model.model.embed_tokens, model.lm_head, model.model.norm, model.model.rotary_emb):
+            part.to(device)  # and layers by `place`, which may leave some of them elsewhere
+        self.dtype, self.device, self.checkpointing = dtype, torch.device(device), checkpointing
+        self.kv_heads = config.num_key_value_heads
+        self.group = config.num_attention_heads // self.kv_heads
+        self.scaling: float = model.model.layers[0].self_attn.scaling
+        self.rotary_embedding = model.model.rotary_emb
+        # Copies, as all that is taken over: one tensor of the file would keep the whole of it mapped.
+        self.embedding = model.model.embed_tokens.weight.clone()
+        tied = model.lm_head.weight is model.model.embed_tokens.weight
+        self.head = Head(self.embedding if tied else model.lm_head.weight.clone())
+        self.shapes = {  # [out, in] of each linear layer, by name
+            f"model.layers.{i}.{name}": tuple(block.get_submodule(name).weight.shape)
+            for i, block in enumerate(model.model.layers)
+            for names in FUSED.values()
+            for name in names
+        }
+        blocks = model.model.layers
+        self.layers = self.place([Layer(block, config.num_attention_heads, self.kv_heads) for block in blocks])
+        self.norm = Norm(model.model.norm.weight, model.model.norm.variance_epsilon)
+        self.bare = self.fuse({}, 0.0)
+
+    def place(self, layers: list[Layer]) -> list[Layer]:
+        """Where the layers' parameters live: here."""
+        return [layer.to(self.device) for layer in layers]
+
+    def in_turn(self, back: bool = False) -> Iterator[Layer]:
+        """The layers in the order in which they are used, each ready while it is."""
+        return iter(self.layers[::-1] if back else self.layers)
 
     def check_fits(self, tensors: Mapping[str, Tensor], rank: int) -> None:
         """Raises AdapterInvalid naming a tensor that has no place in this model, the wrong shape, or no partner."""
         shapes: dict[str, tuple[int, ...]] = {}
-        for name, linear in self.linears.items():
-            shapes[tensor_name(name, "A")] = (rank, linear.weight.shape[1])
-            shapes[tensor_name(name, "B")] = (linear.weight.shape[0], rank)
+        for name, (outputs, inputs) in self.shapes.items():
+            shapes[tensor_name(name, "A")] = (rank, inputs)
+            shapes[tensor_name(name, "B")] = (outputs, rank)
         for name, tensor in tensors.items():
             partner = name.replace("lora_A", "lora_B") if "lora_A" in name else name.replace("lora_B", "lora_A")
             if tuple(tensor.shape) != shapes.get(name) or partner not in tensors:
@@ -169,16 +125,47 @@ class LoraModel:
                     param=name,
                 )
 
-    def set_adapter(self, tensors: Mapping[str, Tensor], scaling: float) -> None:
-        """Sets the branches, by PEFT name, in the model's dtype; modules without tensors have none."""
-        for name, linear in self.linears.items():
-            a, b = tensors.get(tensor_name(name, "A")), tensors.get(tensor_name(name, "B"))
-            linear.branch = None if a is None or b is None else (a, b, scaling)
+    def fuse(self, tensors: Mapping[str, Tensor], scaling: float) -> Adapter:
+        """An adapter from tensors by PEFT name in the model's dtype, for as long as they do not change."""
 
-    def chosen_logprobs(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs (differentiable) and entropies of the batch's n loss tokens, float32 or wider, each [n]."""
-        output = self.model.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, layout=batch.layout
-        )
-        hidden = output.last_hidden_state[0].index_select(0, batch.sources)
-        return _ChosenLogprobs.apply(hidden, batch.targets, self.head, self.wide_head, temperature)
+        def branch(index: int, fused: str) -> Branch | None:
+            names = [f"model.layers.{index}.{name}" for name in FUSED[fused]]
+            present = [name for name in names if tensor_name(name, "A") in tensors]
+            if not present:
+                return None
+            a = torch.cat([tensors[tensor_name(name, "A")] for name in present])
+            none = {name: a.new_empty(self.shapes[name][0], 0) for name in names}
+            b = torch.block_diag(*(tensors.get(tensor_name(name, "B"), none[name]) for name in names))
+            return Branch(a.detach(), b.detach(), scaling)
+
+        layers = range(len(self.layers))
+        return Adapter(tensors, [{f: b for f in FUSED if (b := branch(i, f)) is not None} for i in layers])
+
+    def split(self, index: int, fused: str, pair: tuple[Tensor, Tensor], adapter: Adapter) -> dict[str, Tensor]:
+        """Gradients by a fused branch's (a, b), as those by the adapter's tensors, by name."""
+        gradients: dict[str, Tensor] = {}
+        row = column = 0
+        for name in (f"model.layers.{index}.{name}" for name in FUSED[fused]):
+            outputs = self.shapes[name][0]
+            if (a := adapter.tensors.get(tensor_name(name, "A"))) is not None:
+                ranks = slice(column, column + len(a))
+                gradients[tensor_name(name, "A")] = pair[0][ranks]
+                gradients[tensor_name(name, "B")] = pair[1][row : row + outputs, ranks]
+                column += len(a)
+            row += outputs
+        return gradients
+
+    def chosen_logprobs(self, batch: MicroBatch, temperature: float, adapter: Adapter) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of the batch's n loss tokens, float32 or wider, each [n] on the CPU.
+
+        Logprobs are differentiable by the adapter's tensors, if these require it.
+        """
+        batch = batch.to(self.device)
+        hidden = _Hidden.apply(self, batch, adapter, *adapter.tensors.values())
+        logprobs, entropies = ChosenLogprobs.apply(hidden, batch.targets, self.head, temperature)
+        return logprobs.cpu(), entropies.cpu()
+
+    def rotary(self, batch: MicroBatch) -> Rotary:
+        cos, sin = self.rotary_embedding(self.embedding, batch.position_ids)
+        low, high = sin[0].chunk(2, dim=-1)
+        return Rotary(cos[0].unsqueeze(1), torch.cat((-low, high), dim=-1).unsqueeze(1))

@@ -38,12 +38,16 @@ def initial_state(tensors: Mapping[str, Tensor]) -> OptimizerState:
 
 
 def write_optimizer(path: Path, state: OptimizerState) -> None:
-    """Writes one file; the same state gives the same bytes."""
+    path.write_bytes(optimizer_file(state))
+
+
+def optimizer_file(state: OptimizerState) -> bytes:
+    """One file; the same state gives the same bytes."""
     tensors = {f"exp_avg.{name}": t.contiguous() for name, t in state.exp_avg.items()}
     tensors |= {f"exp_avg_sq.{name}": t.contiguous() for name, t in state.exp_avg_sq.items()}
     # One metadata key: safetensors writes several in arbitrary order.
     document = json.dumps({"format": FORMAT, "step": state.step}, sort_keys=True)
-    path.write_bytes(save(tensors, metadata={"marlaas": document}))
+    return save(tensors, metadata={"marlaas": document})
 
 
 def read_optimizer(path: Path) -> OptimizerState:

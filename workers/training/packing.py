@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os.path import commonprefix
 
 import torch
@@ -15,15 +15,22 @@ from workers.training.grpo import Group, Trajectory
 
 @dataclass(frozen=True)
 class Layout:
-    """Packed positions: `prefix` shared tokens, then `rows` padded suffixes of `width` tokens each."""
+    """Packed positions: `prefix` shared tokens, then each row's own, longest first, end to end.
+
+    Rows of unlike length are followed by one position of padding, which stands for all that they lack where a block
+    of rows must be a rectangle; nothing reads what is computed there.
+    """
 
     prefix: int
-    rows: int
-    width: int
+    lengths: tuple[int, ...]  # own tokens of each row
+
+    @property
+    def padded(self) -> bool:
+        return len(set(self.lengths)) > 1
 
     @property
     def tokens(self) -> int:
-        return self.prefix + self.rows * self.width
+        return self.prefix + sum(self.lengths) + self.padded
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,10 @@ class MicroBatch:
     targets: Tensor  # [n] token ids
     engine_logprobs: Tensor  # [n] float32
     advantages: Tensor  # [n] float32
+
+    def to(self, device: torch.device) -> MicroBatch:
+        tensors = [getattr(self, field.name).to(device) for field in fields(self) if field.name != "layout"]
+        return MicroBatch(self.layout, *tensors)
 
 
 def input_length(trajectory: Trajectory) -> int:
@@ -62,7 +73,7 @@ def check_trajectories(groups: Sequence[Group], microbatch_tokens: int) -> None:
 
 
 def pack_group(group: Group, advantages: Sequence[float], microbatch_tokens: int) -> list[MicroBatch]:
-    """Splits a group into micro-batches of at most `microbatch_tokens` packed positions, rows of like length together.
+    """Splits a group into micro-batches of at most `microbatch_tokens` packed positions, longest rows first.
 
     Depends on nothing but its arguments. Rows without a loss token are left out.
     """
@@ -72,33 +83,33 @@ def pack_group(group: Group, advantages: Sequence[float], microbatch_tokens: int
 
     batches: list[list[tuple[int, Trajectory, float]]] = []
     for row in rows:
-        # Rows come longest first, so the first row of a batch sets its width.
-        if not batches or prefix + (len(batches[-1]) + 1) * (batches[-1][0][0] - prefix) > microbatch_tokens:
+        lengths = [length - prefix for length, *_ in (*batches[-1], row)] if batches else []
+        if not batches or Layout(prefix, tuple(lengths)).tokens > microbatch_tokens:
             batches.append([])
         batches[-1].append(row)
     return [_pack(batch, prefix) for batch in batches]
 
 
 def _pack(rows: list[tuple[int, Trajectory, float]], prefix: int) -> MicroBatch:
-    layout = Layout(prefix, len(rows), width=rows[0][0] - prefix)
+    layout = Layout(prefix, tuple(length - prefix for length, *_ in rows))
     input_ids = list(rows[0][1].token_ids[:prefix])
     position_ids = list(range(prefix))
     sources, targets, engine_logprobs, advantages = [], [], [], []
-    for i, (length, trajectory, advantage) in enumerate(rows):
-        start = prefix + i * layout.width
-        # Padding comes after a row's own tokens, where causal attention hides it from them.
-        input_ids += [*trajectory.token_ids[prefix:length], *[0] * (prefix + layout.width - length)]
-        position_ids += range(prefix, prefix + layout.width)
+    for length, trajectory, advantage in rows:
+        start = len(input_ids)
+        input_ids += trajectory.token_ids[prefix:length]
+        position_ids += range(prefix, length)
         for t, sampled in enumerate(trajectory.loss_mask):
             if sampled:
                 sources.append(t - 1 if t <= prefix else start + t - 1 - prefix)
                 targets.append(trajectory.token_ids[t])
                 engine_logprobs.append(trajectory.engine_logprobs[t])
                 advantages.append(advantage)
+    padding = [0] * layout.padded
     return MicroBatch(
         layout=layout,
-        input_ids=torch.tensor([input_ids]),
-        position_ids=torch.tensor([position_ids]),
+        input_ids=torch.tensor([input_ids + padding]),
+        position_ids=torch.tensor([position_ids + padding]),
         sources=torch.tensor(sources),
         targets=torch.tensor(targets),
         engine_logprobs=torch.tensor(engine_logprobs, dtype=torch.float32),

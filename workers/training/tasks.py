@@ -16,6 +16,14 @@ def train() -> None:
     training_worker().train_next()
 
 
+@celery.task(name=broker.STREAM)
+def stream(group_id: int) -> None:
+    """Computes ahead what a closed group adds to its unfinished round, when no round is ready."""
+    from workers.training.worker import training_worker
+
+    training_worker().stream(group_id)
+
+
 @celery.task(name=broker.START)
 def start(job_id: str) -> None:
     """Publishes a job's version 0, the fresh adapter."""

@@ -1,51 +1,41 @@
-"""The training stage: one round at a time from the buffer, an update on a copy, upload, commit."""
+"""The training stage: rounds from the buffer, one update at a time on a copy; upload and commit run beside the next."""
 
 from __future__ import annotations
 
-import json
-import tempfile
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import structlog
 import torch
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from app import storage
 from app.db import transaction
 from app.errors import InfrastructureFault, InvalidRequest, JobFault, ObjectMissing
-from app.manager import base_models, buffer, commit, jobs, objects
-from app.manager.buffer import StoredTrajectory, TrainingClaim
-from app.manager.commit import LostClaim, NewVersion
-from app.manager.objects import Upload
+from app.manager import base_models, buffer, jobs
+from app.manager.buffer import RoundInput, StoredTrajectory, TrainingClaim
+from app.manager.commit import LostClaim
 from app.models.job import JobState
-from app.models.object import ObjectKind
 from app.settings import get_settings
 from app.specs.job import JobSpec
 from workers.cache import ObjectCache
-from workers.lora import (
-    CONFIG_FILE,
-    WEIGHTS_FILE,
-    LoraWeights,
-    fresh_adapter,
-    read_adapter,
-    weights_digest,
-    write_adapter,
-)
+from workers.lora import LoraWeights, fresh_adapter, parse_adapter, weights_digest
 from workers.once import once
-from workers.retry import retried
-from workers.runtime import Runtime, Watchdog, runtime
+from workers.runtime import Runtime, runtime
 from workers.training.grpo import Trajectory
-from workers.training.optimizer import OPTIMIZER_FILE, OptimizerState, initial_state, read_optimizer, write_optimizer
-from workers.training.trainer import Trainer
+from workers.training.holding import Ahead, Hand, Held
+from workers.training.optimizer import OptimizerState, read_optimizer
+from workers.training.publishing import Publisher
+from workers.training.ranks import make_trainer
+from workers.training.streaming import Streaming
+from workers.training.trainer import UpdateResult, can_stream
 
 log = structlog.get_logger(__name__)
 
-STUCK_SECONDS = 300.0
+ROOM = 3  # rounds in hand at once, with their results in memory: one that is computed, two that are published
 
 
 class TrainingWorker:
@@ -56,31 +46,29 @@ class TrainingWorker:
         self.model = this.base_model
         self.model_path = base_models.folder(self.model)
         self.dtype: torch.dtype = getattr(torch, self.model.dtype)
-        self.trainer = Trainer(
+        self.trainer = make_trainer(
             self.model_path,
             self.dtype,
             threads=settings.training_threads,
             microbatch_tokens=settings.train_microbatch_tokens,
+            gradient_checkpointing=settings.train_gradient_checkpointing,
+            device=settings.training_device,
+            ranks=settings.training_ranks,
         )
         self.cache = ObjectCache()
-        self.ticks = 0  # progress: micro-batches, uploads, commits
-        self.claim: TrainingClaim | None = None
-        self.claimed_at = 0.0
-        self.updates = 0
-        self.busy_seconds = 0.0
+        self.publisher = Publisher(self.model.name, self.dtype, self.cache)
+        self.streaming = Streaming(self.trainer, self.load_adapter, settings.train_streaming_bytes)
+        self.hand = Hand(ROOM)
         this.slots = 1
         this.load = self.load
-        threading.Thread(target=self._renew_on, name="leases", daemon=True).start()
-        Watchdog(lambda: self.claim is not None, lambda: self.ticks, STUCK_SECONDS)
+        this.finish = self.finish
+
+    def finish(self) -> None:
+        self.hand.wait_until_empty()
+        self.trainer.close()
 
     def load(self) -> dict[str, Any]:
-        claim = self.claim
-        return {
-            "round": claim.round_id if claim else None,
-            "job": str(claim.job_id) if claim else None,
-            "updates": self.updates,
-            "busy_seconds": round(self.busy_seconds, 3),
-        }
+        return self.hand.load()
 
     # --- version 0
 
@@ -93,11 +81,7 @@ class TrainingWorker:
         spec = JobSpec.model_validate(job.spec)
         try:
             adapter = fresh_adapter(self.model_path, spec.lora, spec.seed)
-            # Which attempt this is does not matter, only that two never write the same key.
-            prefix = storage.version_prefix(job.tenant_id, job.id, 0, uuid.uuid4().int % 2**31)
-            new = self._upload(job.tenant_id, job.id, 0, prefix, adapter, initial_state(adapter.tensors))
-            with transaction() as session:
-                commit.commit_initial(session, job_id, new)
+            self.publisher.publish_initial(job.tenant_id, job.id, adapter)
         except JobFault as error:
             with transaction() as session:
                 jobs.fail_by_id(session, job_id, error.code, error.message)
@@ -105,83 +89,105 @@ class TrainingWorker:
     # --- updates
 
     def train_next(self) -> None:
-        """Trains rounds until the buffer is empty."""
-        while not self.runtime.draining:
+        """Trains rounds until the buffer is empty; each is published beside what comes next."""
+        while not (self.runtime.draining or self.runtime.leaving):
+            self.hand.wait_for_room()
             with transaction() as session:
                 claim = buffer.claim_next(session, self.model.name, self.runtime.claimant, get_settings().lease_seconds)
             if claim is None:
                 return
-            self.train(claim)
+            self.train(claim, alone=claim.losses >= get_settings().losses_before_alone)
 
-    def train(self, claim: TrainingClaim) -> None:
-        """One update of one round, committed once or not at all."""
-        started = time.time()
-        self.claim, self.claimed_at = claim, time.monotonic()
-        bound = log.bind(tenant=str(claim.tenant_id), job=str(claim.job_id), round=claim.round_id)
-        try:
-            with transaction() as session:
-                groups = buffer.trajectories(session, claim)
-            version = self._update_and_commit(claim, groups)
-            bound.info("committed", version=version, seconds=round(time.time() - started, 3))
-            self.updates += 1
-        except LostClaim as error:
-            bound.warning("update_dropped", error=error.message)
-        except (JobFault, InvalidRequest) as error:
-            bound.warning("job_fault", code=error.code, error=error.message)
-            with transaction() as session:
-                buffer.fail_job(session, claim, error.code, error.message)
-        except InfrastructureFault as error:
-            bound.warning("update_given_back", error=error.message)
-            with transaction() as session:
-                buffer.give_back(session, claim, error.message)
-        finally:
-            self.claim = None
-            self.busy_seconds += time.time() - started
-            self.runtime.spans.add(claim.tenant_id, claim.round_id, "training", started, time.time())
+    def train(self, claim: TrainingClaim, alone: bool = True) -> None:
+        """One update of one round, committed once or not at all. `alone`: with no other round in hand, to its end;
+        otherwise it returns once the update is computed, and upload and commit go on by themselves."""
+        held = Held(claim=claim)
+        self.hand.add(held)
+        result = None
+        with self._ends_on_error(held):
+            if alone:
+                self.hand.wait_until_alone(held)
+            result = self._update(held)
+        if result is None:
+            return
+        held.publishing = True
+        if alone:
+            self._publish(held, result)
+        else:
+            threading.Thread(target=self._publish, args=(held, result), name="publishing").start()
 
-    def _update_and_commit(self, claim: TrainingClaim, groups: list[list[StoredTrajectory]]) -> int:
-        adapter = self.load_adapter(claim)
-        optimizer = self.load_optimizer(claim)
+    def _update(self, held: Held) -> UpdateResult:
+        claim = held.claim
+        with transaction() as session:
+            groups = [list(map(_trajectory, group)) for group in buffer.trajectories(session, claim)]
+        known = self.streaming.known(claim, groups)
         result = self.trainer.update(
-            adapter,
-            optimizer,
-            [[_trajectory(t) for t in group] for group in groups],
+            self.load_adapter(claim),
+            self.load_optimizer(claim),
+            groups,
             claim.spec.hyperparameters,
             claim.spec.sampling.temperature,
-            progress=self._tick,
+            progress=held.tick,
+            sums={position: k.sums for position, k in known.items()},
         )
-        if result.signal:
-            prefix = storage.version_prefix(claim.tenant_id, claim.job_id, claim.policy_version + 1, claim.attempt)
-            new = self._upload(
-                claim.tenant_id,
-                claim.job_id,
-                claim.policy_version + 1,
-                prefix,
-                result.adapter,
-                result.optimizer,
-            )
-        else:  # the very objects of the version before
-            new = NewVersion(
-                weights_digest=claim.weights_digest,
-                adapter_object_id=claim.adapter.id,
-                config_object_id=claim.config.id,
-                optimizer_object_id=claim.optimizer.id if claim.optimizer else None,
-                optimizer_steps=result.optimizer.step,
-                signal=False,
-            )
-        return self._commit(claim, new, result.metrics)
+        self.streaming.forget(claim.round_id)
+        if not known:
+            return result
+        seconds = result.metrics["seconds"] + sum(k.seconds for k in known.values())
+        return replace(result, metrics=result.metrics | {"seconds": seconds, "streamed_groups": float(len(known))})
 
-    def _tick(self, done: int = 0, total: int = 0) -> None:
-        self.ticks += 1
+    def _publish(self, held: Held, result: UpdateResult) -> None:
+        torch.set_num_threads(1)  # of this thread: it must not start a team of its own beside the trainer's
+        with self._ends_on_error(held):
+            version = self.publisher.publish(held.claim, result, held.tick)
+            held.committed = True
+            _bound(held.claim).info("committed", version=version, seconds=round(time.time() - held.started, 3))
+        if held.committed:
+            self._end(held)
 
-    def load_adapter(self, claim: TrainingClaim) -> LoraWeights:
+    @contextmanager
+    def _ends_on_error(self, held: Held) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            try:
+                settle(held.claim, error)
+            finally:
+                self._end(held)
+
+    def _end(self, held: Held) -> None:
+        self.runtime.spans.add(held.claim.tenant_id, held.claim.round_id, "training", held.started, time.time())
+        self.hand.remove(held)
+
+    # --- ahead
+
+    def stream(self, group_id: int) -> None:
+        """Computes ahead what a closed group adds to its unfinished round, unless a round is ready: that goes first."""
+        self.train_next()
+        if self.runtime.draining or self.runtime.leaving or not get_settings().train_streaming:
+            return
+        with transaction() as session:
+            self.streaming.keep_only(buffer.not_trained_yet(session, self.streaming.rounds))
+            found = buffer.closed_group(session, self.model.name, group_id)
+        if found is None or not can_stream(found[0].spec.hyperparameters):
+            return
+        source, group = found
+        work = Ahead(round_id=source.round_id)
+        self.hand.add(work)
+        try:
+            self.streaming.compute(source, list(map(_trajectory, group)), work.tick)
+        except (JobFault, InvalidRequest, InfrastructureFault) as error:  # the update meets it too, and holds a claim
+            _bound(source).warning("not_streamed", error=error.message)
+        finally:
+            self.hand.remove(work)
+
+    # --- files
+
+    def load_adapter(self, source: RoundInput) -> LoraWeights:
         """The float32 masters of the round's version, from the cache or from S3: the same bytes."""
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / WEIGHTS_FILE).write_bytes(self.cache.read(claim.adapter))
-            (Path(folder) / CONFIG_FILE).write_bytes(self.cache.read(claim.config))
-            adapter = read_adapter(Path(folder))
-        if weights_digest(adapter.tensors, self.dtype) != claim.weights_digest:
-            raise ObjectMissing(f"adapter of version {claim.policy_version} is not the one that was published")
+        adapter = parse_adapter(self.cache.read(source.config), self.cache.read(source.adapter))
+        if weights_digest(adapter.tensors, self.dtype) != source.weights_digest:
+            raise ObjectMissing(f"adapter of version {source.policy_version} is not the one that was published")
         return adapter
 
     def load_optimizer(self, claim: TrainingClaim) -> OptimizerState:
@@ -190,76 +196,29 @@ class TrainingWorker:
         self.cache.read(claim.optimizer)
         return read_optimizer(self.cache.path(claim.optimizer.sha256))
 
-    def _upload(
-        self,
-        tenant_id: uuid.UUID,
-        job_id: uuid.UUID,
-        version: int,
-        prefix: str,
-        adapter: LoraWeights,
-        optimizer: OptimizerState,
-    ) -> NewVersion:
-        """Announces and uploads a version's files; they stay pending until the commit."""
-        with tempfile.TemporaryDirectory() as folder:
-            write_adapter(Path(folder), adapter, self.model.name)
-            weights = (Path(folder) / WEIGHTS_FILE).read_bytes()
-            config = (Path(folder) / CONFIG_FILE).read_bytes()
-            write_optimizer(Path(folder) / OPTIMIZER_FILE, optimizer)
-            state = (Path(folder) / OPTIMIZER_FILE).read_bytes()
-        uploads = [
-            Upload(ObjectKind.ADAPTER_MODEL, f"{prefix}adapter/{WEIGHTS_FILE}", weights),
-            Upload(ObjectKind.ADAPTER_CONFIG, f"{prefix}adapter/{CONFIG_FILE}", config),
-            Upload(ObjectKind.OPTIMIZER, f"{prefix}{OPTIMIZER_FILE}", state),
-        ]
-        with transaction() as session:
-            ids = objects.announce(session, tenant_id, job_id, version, uploads)
 
-        def upload(one: Upload) -> None:
-            retried(lambda: storage.put(one.key, one.data), InfrastructureFault)
-            self.cache.put(one.data)
-            self._tick()
-
-        with ThreadPoolExecutor(len(uploads)) as pool:  # hashing and sending leave Python's lock
-            list(pool.map(upload, uploads))
-        return NewVersion(
-            weights_digest=weights_digest(adapter.tensors, self.dtype),
-            adapter_object_id=ids[0],
-            config_object_id=ids[1],
-            optimizer_object_id=ids[2],
-            optimizer_steps=optimizer.step,
-            signal=True,
-        )
-
-    def _commit(self, claim: TrainingClaim, new: NewVersion, metrics: dict[str, float]) -> int:
-        """Commits once: when the answer is lost, the round is read again before anything is tried again (rule 3)."""
-        metrics = json.loads(json.dumps(metrics, allow_nan=False))
-
-        def once() -> int:
+def settle(claim: TrainingClaim, error: Exception) -> None:
+    """Whose fault it was: the job's own fails that job alone, one of ours gives the round back (rule 7). Raises what is
+    neither: the lease runs out."""
+    bound = _bound(claim)
+    match error:
+        case LostClaim():
+            bound.warning("update_dropped", error=error.message)
+        case JobFault() | InvalidRequest():
+            bound.warning("job_fault", code=error.code, error=error.message)
             with transaction() as session:
-                if commit.is_committed(session, claim):
-                    return claim.policy_version + 1
-                return commit.commit_round(session, claim, new, metrics)
+                buffer.fail_job(session, claim, error.code, error.message)
+        case InfrastructureFault():
+            bound.warning("update_given_back", error=error.message)
+            with transaction() as session:
+                buffer.give_back(session, claim, error.message)
+        case _:
+            bound.error("update_lost", error=repr(error))
+            raise error
 
-        try:
-            return retried(once, DBAPIError)
-        except DBAPIError as error:
-            raise InfrastructureFault(str(error).splitlines()[0]) from error
 
-    def _renew_on(self) -> None:
-        """Renews the training lease while micro-batches go on, up to the deadline of an update."""
-        ticks = -1
-        while True:
-            time.sleep(get_settings().lease_seconds / 3)
-            claim, now = self.claim, self.ticks
-            late = time.monotonic() - self.claimed_at > get_settings().training_deadline_seconds
-            if claim is None or now == ticks or late:
-                continue
-            ticks = now
-            try:
-                with transaction() as session:
-                    buffer.renew(session, claim, get_settings().lease_seconds)
-            except SQLAlchemyError as error:
-                log.warning("renewal_failed", error=str(error).splitlines()[0])
+def _bound(source: RoundInput) -> Any:
+    return log.bind(tenant=str(source.tenant_id), job=str(source.job_id), round=source.round_id)
 
 
 def _trajectory(stored: StoredTrajectory) -> Trajectory:
