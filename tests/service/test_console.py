@@ -471,10 +471,19 @@ def test_no_key_of_another_tenant_is_revoked(admin: Console, tenant: Tenant) -> 
 
 def test_a_worker_is_drained_and_undrained(admin: Console) -> None:
     name = by_hand.ROLLOUT.name
-    assert "draining" in admin.done("/console/workers/drain", name=name, draining="yes")
-    assert "draining" not in admin.page("/console/fragments/workers") or True
-    admin.done("/console/workers/drain", name=name, draining="no")
+    assert ">Undrain<" in admin.done("/console/workers/drain", name=name, draining="yes")
+    assert ">Undrain<" not in admin.done("/console/workers/drain", name=name, draining="no")
     assert [(e.action, e.target_id) for e in entries()][1:] == [("worker.drain", name), ("worker.undrain", name)]
+
+
+def test_a_training_worker_tells_what_it_publishes_and_computes_ahead(admin: Console) -> None:
+    assert "being published" not in admin.page("/console/fragments/workers")
+    load = '{"round": null, "publishing": [{"round": 1, "job": "a"}, {"round": 2, "job": "b"}], "streaming": 3}'
+    by_hand.execute("UPDATE workers SET load = CAST(:load AS jsonb) WHERE kind = 'training'", load=load)
+    workers.shared.forget()
+    page = admin.page("/console/fragments/workers")
+    assert "2 being published" in page
+    assert "a group ahead of round 3" in page
 
 
 def test_an_unknown_worker_cannot_be_drained(admin: Console) -> None:
