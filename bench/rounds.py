@@ -8,7 +8,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from app.settings import get_settings
 from bench import limits, service
 from bench.child import running_child
 from bench.machine import machine
+from bench.peer import PeerSpec
 from bench.report import Spread, Target, console, save, table
 from bench.sums import messages
 
@@ -30,20 +31,6 @@ PROMPTS, GROUP_SIZE, TOKENS, RANK = 4, 8, 32, 8
 TARGETS = {"round": Target("whole round of one job against TRL", 5.0, "times as fast")}
 ROUNDS_A_TURN = 2  # of ours, then as many steps of the peer
 JOB_SECONDS = 600
-
-
-@dataclass(frozen=True)
-class PeerSpec:
-    """What `bench.trl_peer` reads: the same work as a round of ours."""
-
-    model: str
-    shots: int
-    prompts: int
-    group_size: int
-    tokens: int
-    rank: int
-    threads: int
-    batch: int  # episodes a pass
 
 
 def prompt_tokens(model: Path, shots: int) -> int:

@@ -64,31 +64,24 @@ SHAPES = {"quick": QUICK, "full": FULL, "tiny": (TINY,)}
 
 
 def ours(shape: Shape, model: Path, stack: ExitStack, logs: Path) -> Child:
-    spec = {
-        "model": str(model),
-        "prompts": shape.measured,
-        "group_size": shape.size,
-        "prompt": shape.prompt,
-        "tokens": shape.tokens,
-        "rank": RANK,
-        "threads": machine().threads,
-    }
-    return start("bench.training_ours", spec, stack, logs)
+    return start("bench.training_ours", work(shape, model), stack, logs)
 
 
 def trl(shape: Shape, model: Path, stack: ExitStack, logs: Path) -> Child:
-    spec = {
+    return start("bench.training_trl", work(shape, model) | {"shots": 0, "batch": shape.batch}, stack, logs)
+
+
+def work(shape: Shape, model: Path) -> dict[str, Any]:
+    """What either side is asked for."""
+    return {
         "model": str(model),
-        "shots": 0,
         "prompts": shape.measured,
         "group_size": shape.size,
         "prompt": shape.prompt,
         "tokens": shape.tokens,
         "rank": RANK,
         "threads": machine().threads,
-        "batch": shape.batch,
     }
-    return start("bench.training_trl", spec, stack, logs)
 
 
 def start(module: str, spec: dict[str, Any], stack: ExitStack, logs: Path) -> Child:

@@ -14,14 +14,15 @@ from trl import GRPOTrainer
 
 from bench.child import answers
 from bench.decoding import episodes
-from bench.trl_peer import Spec, train
+from bench.peer import PeerSpec
+from bench.trl_peer import train
 
 
 def main() -> None:
     pipe = answers()
     question = json.loads(sys.argv[1])
     prompt = question.pop("prompt")
-    spec = Spec(**question)
+    spec = PeerSpec(**question)
 
     class GivenTokens(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:

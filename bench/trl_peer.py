@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,23 +21,10 @@ from trl import GRPOConfig, GRPOTrainer
 from app.specs.job import LINEAR_LAYERS
 from bench.child import answers
 from bench.memory import resident
+from bench.peer import PeerSpec
 from bench.sums import messages, reward
 
 ITEMS = 256  # prompts until the first one comes again
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The same work as a round of ours."""
-
-    model: str
-    shots: int
-    prompts: int
-    group_size: int
-    tokens: int
-    rank: int
-    threads: int
-    batch: int  # episodes a forward and backward pass
 
 
 class Steps(TrainerCallback):
@@ -67,7 +53,7 @@ class Steps(TrainerCallback):
             print(json.dumps(answer), file=self.pipe, flush=True)
 
 
-def train(spec: Spec, pipe: Any, trainer_class: type[GRPOTrainer] = GRPOTrainer) -> None:
+def train(spec: PeerSpec, pipe: Any, trainer_class: type[GRPOTrainer] = GRPOTrainer) -> None:
     """Steps until the pipe is closed."""
     torch.set_num_threads(spec.threads)
     episodes = spec.prompts * spec.group_size
@@ -113,4 +99,4 @@ def score(completions: list[Any], **_: Any) -> list[float | None]:
 
 
 if __name__ == "__main__":
-    train(Spec(**json.loads(sys.argv[1])), answers())
+    train(PeerSpec(**json.loads(sys.argv[1])), answers())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from app import storage
@@ -51,8 +52,9 @@ class ObjectCache:
         files = []
         for entry in os.scandir(self.root):
             if not entry.name.startswith(".new-"):
-                stat = entry.stat()
-                files.append((stat.st_mtime, stat.st_size, entry.path))
+                with suppress(FileNotFoundError):  # dropped meanwhile by another thread or process
+                    stat = entry.stat()
+                    files.append((stat.st_mtime, stat.st_size, entry.path))
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if total <= self.max_bytes:

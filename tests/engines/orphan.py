@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import psutil
-from conftest import make_vllm_engine
+
+from tests.engines.conftest import make_vllm_engine
 
 if __name__ == "__main__":
     engine = make_vllm_engine(Path(sys.argv[1]))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LENGTH, PROMPT, WAIT, Client, ask, reference_logprobs
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from app.errors import AdapterInvalid, Conflict, InfrastructureFault, InvalidRequest, ObjectMissing
 from app.specs.job import HyperparametersSpec, LoraSpec
+from tests.engines.conftest import LENGTH, PROMPT, WAIT, Client, ask, reference_logprobs
 from workers.lora import WEIGHTS_FILE, fresh_adapter, weights_digest, write_adapter
 from workers.rollout.engine import GenerationRequest, GenerationResult, Pool
 from workers.training.grpo import Trajectory

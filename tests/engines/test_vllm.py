@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import PROMPT, WAIT, Client, ask, make_vllm_engine, reference_logprobs
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from app.errors import InfrastructureFault, ObjectMissing
+from tests.engines.conftest import PROMPT, WAIT, Client, ask, make_vllm_engine, reference_logprobs
 from tests.tiny import tiny_adapter_folder, tiny_model_folder
 from workers.lora import WEIGHTS_FILE, weights_digest
 from workers.rollout import vllm_adapters

@@ -55,15 +55,6 @@ def fill(engine: TorchEngine, pool: Pool, count: int, adapter: str | None = None
 
 
 @pytest.mark.parametrize(("busy", "other"), [("rollout", "chat"), ("chat", "rollout")])
-def test_a_full_pool_does_not_keep_the_other_out(engine: TorchEngine, busy: Pool, other: Pool) -> None:
-    fill(engine, busy, 5)
-    future = engine.generate(request("other", other))
-    assert len(future.result(WAIT).token_ids) == 5
-    stats = engine.stats()
-    assert (stats.running if busy == "rollout" else stats.chat_running) > 0
-
-
-@pytest.mark.parametrize(("busy", "other"), [("rollout", "chat"), ("chat", "rollout")])
 def test_adapters_of_a_full_pool_do_not_keep_the_other_out(engine: TorchEngine, busy: Pool, other: Pool) -> None:
     fill(engine, busy, 1, "a")
     engine.generate(request("waits for the slot", busy, "c", LONG))
@@ -77,12 +68,6 @@ def test_a_pool_never_takes_more_rows_than_its_own(engine: TorchEngine) -> None:
     stats = engine.stats()
     assert (stats.chat_running, stats.chat_waiting) == (1, 2)
     assert (stats.slots, stats.chat_slots, stats.adapter_slots) == (2, 1, 1)
-
-
-def test_the_same_request_gives_the_same_tokens_in_either_pool(engine: TorchEngine) -> None:
-    first, second = run(engine, request("r", "rollout", "a", 12, seed=3), request("c", "chat", "a", 12, seed=3))
-    assert first.token_ids == second.token_ids
-    assert first.adapter_digest == second.adapter_digest
 
 
 def test_an_aborted_chat_request_frees_its_row(engine: TorchEngine) -> None:
