@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from app import base_models as files
 from app.settings import get_settings
 from bench import api, mixed, overhead, plots, rollout, roofline, rounds, skyrl, summary, training
-from bench.report import console
+from bench.report import RESULTS, RESULTS_VARIABLE, console
 from bench.service import running_stack
 
 ALONE = ("roofline", "rollout", "training")  # parts of the system, without its servers
@@ -37,6 +38,8 @@ def main() -> None:
     wanted = options.benchmarks or BENCHMARKS
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the servers' directory is removed then as well
     model = files.pull(files.DEFAULT_MODEL, get_settings().models_path.resolve())
+    if options.tiny:  # beside the figures of real runs, not over them
+        os.environ.setdefault(RESULTS_VARIABLE, str(RESULTS / "tiny"))
     size = "tiny" if options.tiny else "full" if options.full else "quick"
     run(wanted, roofline=lambda: roofline.main(model))
     run(wanted, rollout=lambda: rollout.main(model, rollout.SIZES[size]))

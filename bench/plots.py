@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # no screen is needed
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
-from bench.report import RESULTS, console, load  # noqa: E402
+from bench.report import console, load, results  # noqa: E402
 from bench.rollout import SIDES  # noqa: E402
 
 COLOURS = ("#0072b2", "#e69f00", "#56b4e9", "#999999")  # Okabe and Ito
@@ -118,7 +118,7 @@ def roofline(figures: dict[str, Any]) -> None:
 
 
 def write(figure: Any, name: str) -> None:
-    path = RESULTS / f"{name}.png"
+    path = results() / f"{name}.png"
     figure.savefig(path, dpi=DPI)
     plt.close(figure)
     console.print(f"[dim]{path}[/]")

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS_VARIABLE = "MARLAAS_BENCH_RESULTS"  # another folder
 PACKAGES = ("torch", "transformers", "peft", "trl")
 
 console = Console(width=None if sys.stdout.isatty() else 150)
@@ -75,10 +76,16 @@ def verdict(reached: bool) -> str:
     return "[green]reached[/]" if reached else "[red]missed[/]"
 
 
+def results() -> Path:
+    """The folder of figures and plots, made if need be."""
+    folder = Path(os.environ.get(RESULTS_VARIABLE, RESULTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def save(name: str, figures: dict[str, Any]) -> Path:
     """Writes bench/results/<name>.json, with what the figures depend on beside them."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    path = results() / f"{name}.json"
     path.write_text(json.dumps({"made": made_on()} | figures, indent=2) + "\n")
     console.print(f"[dim]{path}[/]")
     return path
@@ -86,7 +93,7 @@ def save(name: str, figures: dict[str, Any]) -> Path:
 
 def load(name: str) -> dict[str, Any] | None:
     """What `save` wrote last; None where it never did."""
-    path = RESULTS / f"{name}.json"
+    path = results() / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 

@@ -105,7 +105,11 @@ def not_finite(trainer):
 
 
 def layer_bytes(trainer):
-    return sum(p.nbytes for layer in trainer.model.layers for p in layer.parameters())
+    """Of all layers; linear weights lie in another layout there, and count by their shapes."""
+    model = trainer.model
+    named = [pair for layer in model.layers for pair in layer.named_parameters()]
+    others = sum(p.nbytes for name, p in named if not (name.startswith("projections") and name.endswith("weight")))
+    return others + sum(out * in_ for out, in_ in model.shapes.values()) * model.dtype.itemsize
 
 
 def compare(ranked, alone):

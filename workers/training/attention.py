@@ -19,6 +19,7 @@ from workers.training.packing import Layout
 BLOCK = 256  # most positions of a row whose scores exist at once
 ROWS_BLOCK = 512  # and of several short rows
 SCORES = 1 << 20  # of several heads at once
+NARROW = 64  # columns
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,17 @@ def _products(block: Block, queries: Tensor, keys: Tensor) -> Tensor:
     """Each query times each key that its row may see, [heads, n, m]."""
     out = queries.new_empty(*queries.shape[:2], block.visible)
     for piece, columns in _columns(block, out):
-        torch.bmm(queries, keys[:, piece].transpose(1, 2), out=columns)
-    own = _by_row(block, keys[:, block.own])
-    torch.bmm(_by_row(block, queries), own.transpose(1, 2), out=_own_columns(block, out))
+        _product(queries, keys[:, piece], columns)
+    _product(_by_row(block, queries), _by_row(block, keys[:, block.own]), _own_columns(block, out))
     return out
+
+
+def _product(queries: Tensor, keys: Tensor, out: Tensor) -> None:
+    """Into columns of a wider tensor; where they are few, a dense product and a copy take a third of the time."""
+    if out.shape[-1] < NARROW:
+        out.copy_(torch.bmm(queries, keys.transpose(1, 2)))
+    else:
+        torch.bmm(queries, keys.transpose(1, 2), out=out)
 
 
 def _weighted(block: Block, weights: Tensor, values: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from workers.packed_linear import PackedLinear
 
 CHUNK = 128  # positions whose vocabulary rows exist at once
 PIECE = 16  # and of those, how many go through softmax at once, which a CPU's cache holds
@@ -16,19 +17,18 @@ class Head:
     """The frozen projection onto the vocabulary: float32 (or wider) logits, gradients in the model's dtype."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.weight = weight  # [vocab, hidden]
+        """weight [vocab, hidden]."""
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
-        self._wide = weight.to(self.dtype)
-        self._packed = self._wide.is_cpu and self.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-        if self._packed:  # oneDNN's own layout of a weight is half as fast again as the plain one
-            self._wide = torch.ops.mkldnn._reorder_linear_weight(self._wide, CHUNK)
+        self._wide = PackedLinear(weight.to(self.dtype), None, CHUNK)
+        self._back = PackedLinear(weight.t(), None, CHUNK)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> [n, vocab]."""
-        hidden = hidden.to(self.dtype)
-        if self._packed:
-            return torch.ops.mkldnn._linear_pointwise(hidden, self._wide, None, "none", [], "")
-        return F.linear(hidden, self._wide)
+        return self._wide(hidden.to(self.dtype))
+
+    def back(self, errors: Tensor) -> Tensor:
+        """[n, vocab] -> [n, hidden], in the weight's dtype."""
+        return self._back(errors)
 
 
 class ChosenLogprobs(torch.autograd.Function):
@@ -69,5 +69,5 @@ def _chunk(
             error = errors[i * PIECE : i * PIECE + len(p)].copy_(p)
             error.scatter_(-1, chosen, (p.gather(-1, chosen) - 1).to(error.dtype))  # subtracted before it is rounded
         entropies.append(total.squeeze(-1) - p.mul_(some).sum(-1))
-    slopes = (errors @ head.weight).mul_(-1 / temperature) if wants_slopes else hidden.new_empty(0)
+    slopes = head.back(errors).mul_(-1 / temperature) if wants_slopes else hidden.new_empty(0)
     return torch.cat(logprobs), torch.cat(entropies), slopes

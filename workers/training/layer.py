@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workers.packed_linear import PackedLinear
 from workers.training.attention import SharedPrefixAttention
 
 # Linear layers that read the same input run as one product.
@@ -51,10 +52,17 @@ class Projection(nn.Module):
         self.weight = frozen([linear.weight for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self.bias = frozen(biases) if biases else None
+        self._packed: tuple[PackedLinear, PackedLinear] | None = None
+
+    def pack(self, rows: int) -> None:
+        """Lays the weight out for both directions of about `rows` rows; the plain one is given up."""
+        weight, bias = self.weight.data, None if self.bias is None else self.bias.data
+        self._packed = PackedLinear(weight, bias, rows), PackedLinear(weight.t(), None, rows)
+        self.weight.data = weight.new_empty(0)
 
     def forward(self, x: Tensor, branch: Branch | None) -> tuple[Tensor, Tensor | None]:
         """The output, and x·Aᵀ for backward."""
-        out = F.linear(x, self.weight, self.bias)
+        out = F.linear(x, self.weight, self.bias) if self._packed is None else self._packed[0](x)
         if branch is None:
             return out, None
         low = x @ branch.a.t()
@@ -64,7 +72,9 @@ class Projection(nn.Module):
         self, grad: Tensor, x: Tensor, low: Tensor | None, branch: Branch | None, *, wants_x: bool = True
     ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """The gradients by x, and by (a, b)."""
-        grad_x = grad @ self.weight if wants_x else None
+        grad_x = None
+        if wants_x:
+            grad_x = grad @ self.weight if self._packed is None else self._packed[1](grad)
         if branch is None or low is None:
             return grad_x, None
         grad_low = (grad @ branch.b).mul_(branch.scaling)
@@ -140,6 +150,11 @@ class Layer(nn.Module):
             q, k = block.self_attn.q_norm, block.self_attn.k_norm
             weight = torch.cat((q.weight.expand(heads, -1), k.weight.expand(kv_heads, -1)))
             self.qk_norm = Norm(weight, q.variance_epsilon)
+
+    def pack(self, rows: int) -> None:
+        """For products on this machine alone, in the layout in which they are quickest."""
+        for projection in self.projections.values():
+            cast(Projection, projection).pack(rows)
 
     def forward(
         self, x: Tensor, branches: Branches, rotary: Rotary, attention: SharedPrefixAttention

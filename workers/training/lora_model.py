@@ -19,6 +19,7 @@ from workers.training.layer import FUSED, Branch, Branches, Layer, Norm, Rotary
 from workers.training.packing import MicroBatch
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+PACKED_ROWS = 512  # of a usual micro-batch
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,11 @@ class LoraModel:
 
     def place(self, layers: list[Layer]) -> list[Layer]:
         """Where the layers' parameters live: here."""
-        return [layer.to(self.device) for layer in layers]
+        for layer in layers:
+            layer.to(self.device)
+            if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+                layer.pack(PACKED_ROWS)
+        return layers
 
     def in_turn(self, back: bool = False) -> Iterator[Layer]:
         """The layers in the order in which they are used, each ready while it is."""
