@@ -200,6 +200,7 @@ def report(
     size: Size, sides: Sequence[str], model: Path, answers: dict[Any, list[dict[str, Any]]], pairs: list[Any]
 ) -> None:
     sizes = limits.Model.of(model)
+    machine(again=True)
     shown = table(
         "Tokens a second while all rows decode, median (least to most), and with the prompts' time: "
         f"{size.prompt} prompt and {size.tokens} forced tokens a row, LoRA rank {RANK}",

@@ -17,21 +17,21 @@ from bench.report import console, save, table
 
 
 def main(model_path: Path) -> None:
-    rates, model = machine(), Model.of(model_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.products", str(model_path)],
+        env={**os.environ, "OMP_NUM_THREADS": str(machine().threads)},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    rates, model = machine(again=True), Model.of(model_path)
     shown = table(f"This machine, {rates.threads} threads (best of several)", "", "")
     shown.add_row("product of two bfloat16 matrices", f"{rates.bfloat16 / 1e12:.2f} TFLOP/s")
     shown.add_row("product of two float32 matrices", f"{rates.float32 / 1e12:.2f} TFLOP/s")
     for name in ("read", "copy", "triad"):
         shown.add_row(f"memory, {name}", f"{getattr(rates, name) / 1e9:.1f} GB/s")
     console.print(shown)
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.products", str(model_path)],
-        env={**os.environ, "OMP_NUM_THREADS": str(rates.threads)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
     found: dict[str, dict[str, float]] = json.loads(done.stdout)
     rows = [row(model, int(n), found["plain"][n], found["blocked"][n]) for n in found["plain"]]
     shown = table(

@@ -42,7 +42,7 @@ def prompt_tokens(model: Path, shots: int) -> int:
 def limit(model: Path, shots: int, tokens: int) -> float:
     """Seconds at least of a round on this machine."""
     prompt = prompt_tokens(model, shots)
-    return limits.round_(limits.Model.of(model), machine(), PROMPTS, GROUP_SIZE, RANK, prompt, tokens)
+    return limits.round_(limits.Model.of(model), machine(again=True), PROMPTS, GROUP_SIZE, RANK, prompt, tokens)
 
 
 def job_document(name: str, shots: int, rounds: int, tokens: int = TOKENS) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def main(model: Path, shapes: tuple[Shape, ...]) -> None:
 
 def figures(shape: Shape, model: Path, answers: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     sizes = limits.Model.of(model)
-    seconds = limits.training(sizes, machine(), shape.measured, shape.size, RANK, shape.prompt, shape.tokens)
+    seconds = limits.training(sizes, machine(again=True), shape.measured, shape.size, RANK, shape.prompt, shape.tokens)
     row: dict[str, Any] = {
         "shape": asdict(shape),
         "name": shape.name,
