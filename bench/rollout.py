@@ -200,7 +200,7 @@ def report(
     size: Size, sides: Sequence[str], model: Path, answers: dict[Any, list[dict[str, Any]]], pairs: list[Any]
 ) -> None:
     sizes = limits.Model.of(model)
-    machine(again=True)
+    rates = machine(again=True)
     shown = table(
         "Tokens a second while all rows decode, median (least to most), and with the prompts' time: "
         f"{size.prompt} prompt and {size.tokens} forced tokens a row, LoRA rank {RANK}",
@@ -215,7 +215,7 @@ def report(
     for batch in size.batches:
         for adapters in size.adapters:
             context = size.prompt + size.tokens // 2
-            limit, bound = limits.decoding(sizes, machine(), batch, adapters, RANK, context)
+            limit, bound = limits.decoding(sizes, rates, batch, adapters, RANK, context)
             row: dict[str, Any] = {"batch": batch, "adapters": adapters, "limit": limit, "bound": bound, "sides": {}}
             cells = []
             for side in sides:
@@ -235,7 +235,7 @@ def report(
         "rollout",
         {
             "size": asdict(size),
-            "machine": asdict(machine()),
+            "machine": asdict(rates),
             "rows": rows,
             "slowdown": {"batch": size.slowed, "adapters": max(size.adapters), "pairs": pairs},
             "targets": targets,

@@ -107,6 +107,7 @@ class LoraModel:
         """Where the layers' parameters live: here."""
         for layer in layers:
             layer.to(self.device)
+            # In float32 the packed product sums in another order than the plain one, which several ranks compute.
             if self.device.type == "cpu" and self.dtype == torch.bfloat16:
                 layer.pack(PACKED_ROWS)
         return layers
