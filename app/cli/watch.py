@@ -52,9 +52,17 @@ CELLS: dict[str, Cell] = {
 }
 
 
+WIDE_COLUMNS = 110  # of a terminal that shows all cells
+WIDE_ONLY = ("ID", "EPISODES", "TIME", "LEFT")
+
+
 def progress_table(progress: Sequence[JobProgress]) -> Table:
-    """One line a job: phase, version, last reward, episodes of the live round, tokens/s, place in the queue."""
-    return table(progress, CELLS)
+    """One line a job: phase, version, last reward, episodes of the live round, tokens/s, place in the queue.
+
+    A narrow terminal goes without the cells that can be done without, rather than with words cut into pieces.
+    """
+    narrow = out.width < WIDE_COLUMNS
+    return table(progress, {heading: cell for heading, cell in CELLS.items() if not (narrow and heading in WIDE_ONLY)})
 
 
 def follow(job_ids: Sequence[uuid.UUID]) -> Iterator[list[JobProgress]]:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from app import db
-from app.cli import app
+from app.cli import app, output
 from app.db import transaction
 from app.manager import jobs, tenants
 from app.models import ApiKey, Tenant
@@ -216,6 +216,19 @@ def test_watch_ends_with_status_0_when_all_succeeded(tenant: Tenant) -> None:
     by_hand.step(job_id)
     result = run("job", "watch", "digits")
     assert (result.exit_code, "1/1" in result.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(("width", "headings"), [(80, 7), (160, 11)])
+def test_watch_shows_what_a_terminal_has_room_for(tenant: Tenant, width: int, headings: int) -> None:
+    """No word is cut: the heading is one line and each job another."""
+    by_hand.start_job(tenant)
+    told("job", "cancel", "digits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(output.out, "width", width)
+        lines = run("job", "watch", "digits").stdout.splitlines()
+    heading, line = lines[:2]
+    assert heading.startswith("TENANT" if width == 80 else "ID")
+    assert (len(heading.split()), len(line.split())) == (headings, headings)
 
 
 def test_watch_ends_with_status_1_and_the_reason_when_one_failed(tenant: Tenant) -> None:

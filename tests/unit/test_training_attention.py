@@ -12,10 +12,11 @@ KV_HEADS, DIM, SCALE = 2, 8, 0.3
 
 @pytest.fixture(params=["whole blocks", "small blocks"])
 def block_sizes(request, monkeypatch):
-    """Small blocks cut every row into several, and rows into several chunks."""
+    """Small blocks cut every row into several, and rows into several chunks; their scores come in both ways."""
     if request.param == "small blocks":
         monkeypatch.setattr(attention, "BLOCK", 4)
         monkeypatch.setattr(attention, "ROWS_BLOCK", 6)
+        monkeypatch.setattr(attention, "NARROW", 4)
 
 
 def visible(layout):
