@@ -81,7 +81,8 @@ def running_workers(setup: Setup, logs: Path) -> Iterator[None]:
                 command += ["beat", "--scheduler", "celery.beat.Scheduler"]
             else:
                 command += ["worker", "-Q", stage, "-n", f"{stage}@bench", "--without-gossip", "--without-mingle"]
-                command += [argument for module in setup.include.get(stage, ()) for argument in ("-I", module)]
+                if modules := setup.include.get(stage):
+                    command += ["-I", ",".join(modules)]  # of several such options the last one alone would count
             environment = {**os.environ, **setup.settings, **setup.by_stage.get(stage, {})}
             with (logs / f"{stage}.log").open("ab") as log:
                 running[stage] = processes.spawn(command, env=environment, cwd=ROOT, output=log)

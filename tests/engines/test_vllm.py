@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from itertools import repeat
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from tests.tiny import tiny_adapter_folder, tiny_model_folder
 from workers.lora import WEIGHTS_FILE, weights_digest
 from workers.rollout import vllm_adapters
 from workers.rollout import vllm_engine as module
+from workers.rollout.engine import Engine
 from workers.rollout.vllm_adapters import Staged
 from workers.rollout.vllm_engine import VllmEngine
 from workers.rollout.vllm_process import VllmOptions, VllmSizes, child_environment
@@ -62,6 +65,29 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 def staged(engine: VllmEngine, key: str) -> Path:
     return engine._adapters._registered[key].folder / WEIGHTS_FILE
+
+
+def load_that_never_ends(engine: Engine, folder: Path) -> Future[str]:
+    """As if vLLM did not answer."""
+    assert isinstance(engine, VllmEngine)
+    asked = threading.Event()
+
+    async def never(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    engine._adapters.calls.add = never  # type: ignore[method-assign]
+    loading: Future[str] = Future()
+
+    def load() -> None:
+        try:
+            loading.set_result(engine.load_adapter("never", folder))
+        except InfrastructureFault as error:
+            loading.set_exception(error)
+
+    threading.Thread(target=load, daemon=True).start()
+    assert asked.wait(WAIT)
+    return loading
 
 
 def leave_slot(client: Client, folders: list[Path]) -> None:
@@ -209,10 +235,40 @@ def test_bfloat16_agrees_with_the_full_forward_and_its_digest_is_of_the_cast(tmp
     assert gap < 0.02
     client.hold(ask("live", max_tokens=100))[1].opened.set()
     futures = [client.start(ask(f"{i}", max_tokens=108)) for i in range(40)]
+    loading = load_that_never_ends(client.engine, adapter)
     client.engine.close()
+    with pytest.raises(InfrastructureFault, match="closed"):
+        loading.result(WAIT)
     errors = [future.exception(WAIT) for future in futures]
     assert all(isinstance(error, InfrastructureFault) and "closed" in error.message for error in errors if error)
     assert errors[-1] is not None
+    wait_for(lambda: processes() == before, "vLLM's processes are to end")
+
+
+# --- a base model over several processes
+
+
+def test_slots_of_a_tensor_parallel_group_are_proved_and_serve(model: Path, adapters: list[Path]) -> None:
+    """Two ranks: each holds half of every tensor but of the one key head's, which both have whole. A slot that holds
+    other weights in one of them is found out, and `close` leaves neither processes nor tasks."""
+    before = processes()
+    engine = make_vllm_engine(model, options=VllmOptions(tensor_parallel_size=2))
+    assert isinstance(engine, VllmEngine)
+    client = Client(engine)
+    leave_slot(client, adapters)
+    assert engine.load_adapter("a", adapters[0]) == weights_digest(load_file(adapters[0] / WEIGHTS_FILE), torch.float32)
+    for key, adapter in {None: None, "other0": adapters[1], "other1": adapters[2], "other2": adapters[3]}.items():
+        [result] = client.run(ask("r", key))
+        expected = reference_logprobs(model, adapter, PROMPT + result.token_ids, len(PROMPT))
+        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+    shutil.copy(staged(engine, "other0"), staged(engine, "a"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staged, "intact", True)
+        with pytest.raises(InfrastructureFault, match="other weights than those of adapter a"):
+            client.run(ask("swapped", "a"))
+    client.end()
+    engine.close()
+    assert not asyncio.all_tasks(engine._loop)
     wait_for(lambda: processes() == before, "vLLM's processes are to end")
 
 

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -213,6 +213,8 @@ class VllmEngine:
         except TimeoutError as error:
             loading.cancel()
             raise InfrastructureFault(f"adapter {key} was not loaded within {LOAD_SECONDS:.0f} seconds") from error
+        except CancelledError as error:
+            raise InfrastructureFault("the engine was closed") from error
 
     def unload_adapter(self, key: str) -> None:
         staged = self._adapters.withdraw(key)
@@ -247,6 +249,7 @@ class VllmEngine:
     def close(self) -> None:
         """Ends vLLM's processes; requests that have not ended fail with InfrastructureFault."""
         self._call(self._close(InfrastructureFault("the engine was closed"))).result()
+        self._call(_cancel_tasks()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -415,3 +418,11 @@ class VllmEngine:
         if vllm is not None:
             vllm.shutdown()
             del self._adapters.calls
+
+
+async def _cancel_tasks() -> None:
+    """Ends all other tasks of this loop, among them those that wait for a vLLM that is gone."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
