@@ -12,11 +12,13 @@ from app.api.blueprint import Body
 from app.errors import InvalidRequest
 from app.specs import plain_json
 from app.specs.completion import MAX_CHOICES
+from app.specs.job import LEAST_TEMPERATURE
 
 MAX_MESSAGES = 1024
 MAX_TOOLS = 64
 MAX_TOKEN = 2**31 - 1
 SEEDS = 2**63
+TEMPERATURES = f"0: always the likeliest token; else at least {LEAST_TEMPERATURE:g}, which less is taken for; default 1"
 
 Parts = {"type": "array", "items": {"type": "object", "required": ["type", "text"]}}
 TEXT_SCHEMA = WithJsonSchema({"anyOf": [{"type": "string"}, Parts, {"type": "null"}]})
@@ -127,7 +129,7 @@ class CompletionBody(Body):
 
     model: str = Field(min_length=1, max_length=512, description="a base model, or an adapter `ft:…` of this tenant")
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKEN, description="by default what the context has room for")
-    temperature: float | None = Field(None, ge=0, le=2, description="0: always the likeliest token; default 1")
+    temperature: float | None = Field(None, ge=0, le=2, description=TEMPERATURES)
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-SEEDS, lt=SEEDS, description="fixes what is sampled")
     stop: Stop = None
@@ -167,13 +169,19 @@ class CompletionBody(Body):
     def sampling(self) -> dict[str, Any]:
         """The fields of `app.specs.completion.CompletionCall` that both endpoints fill alike."""
         return {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": _temperature(self.temperature),
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "seed": secrets.randbits(62) if self.seed is None else self.seed % SEEDS,
             "stop": self.stop or [],
             "n": self.n or 1,
             "stream": bool(self.stream),
         }
+
+
+def _temperature(asked: float | None) -> float:
+    if asked is None:
+        return 1.0
+    return max(asked, LEAST_TEMPERATURE) if asked else 0.0
 
 
 class ChatBody(CompletionBody):

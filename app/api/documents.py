@@ -28,7 +28,16 @@ from app.api import ids
 from app.api.blueprint import Body, invalid
 from app.errors import InvalidRequest
 from app.specs.grader import GraderSpec
-from app.specs.job import EnvironmentSpec, EvalSpec, HyperparametersSpec, JobSpec, LoraSpec, SamplingSpec, Text
+from app.specs.job import (
+    LEAST_TEMPERATURE,
+    EnvironmentSpec,
+    EvalSpec,
+    HyperparametersSpec,
+    JobSpec,
+    LoraSpec,
+    SamplingSpec,
+    Text,
+)
 
 DEFAULTS = HyperparametersSpec()
 DEFAULT_NAME = "job"
@@ -64,7 +73,7 @@ class Hyperparameters(HyperparametersSpec):
     eval_prompts: int | None = unsaid("prompts of an evaluation; auto: all of them, at most 64", ge=1, le=4096)
     reasoning_effort: Literal["default"] | None = Field(None, description="for OpenAI's client; there is no other")
     max_tokens: int | None = Field(None, ge=1, le=32_768, description="as in sampling")
-    temperature: float | None = Field(None, gt=0, le=2.0, description="as in sampling")
+    temperature: float | None = Field(None, ge=LEAST_TEMPERATURE, le=2.0, description="as in sampling")
 
     @model_validator(mode="before")
     @classmethod

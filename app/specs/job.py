@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 # The linear layers of the Llama and Qwen families; embeddings and head are never adapted.
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256)  # what vLLM serves
+LEAST_TEMPERATURE = 0.01  # but 0: where less is asked for, vLLM samples at this one
 
 
 def without_nul(text: str) -> str:
@@ -50,7 +51,7 @@ class SamplingSpec(Spec):
     """Sampling of training rollouts: the full softmax at a temperature, nothing else, so that logprobs are exact."""
 
     max_tokens: int = Field(64, ge=1, le=32_768, description="most tokens of one turn")
-    temperature: float = Field(1.0, gt=0, le=2.0)
+    temperature: float = Field(1.0, ge=LEAST_TEMPERATURE, le=2.0)
 
 
 class HyperparametersSpec(Spec):

@@ -32,10 +32,13 @@ def make_torch_engine(model: Path, dtype: torch.dtype = torch.float32) -> Engine
     return TorchEngine(model, dtype, **SIZES)
 
 
-def make_vllm_engine(model: Path, dtype: torch.dtype = torch.float32, **changes: object) -> Engine:
+def make_vllm_engine(model: Path, dtype: torch.dtype = torch.float32, ranks: int = 1) -> Engine:
+    """A step takes no more than one request of full length, so that prompts must wait for one another."""
     from workers.rollout.vllm_engine import VllmEngine
+    from workers.rollout.vllm_process import VllmOptions
 
-    return VllmEngine(model, dtype, **SIZES, **changes)  # type: ignore[arg-type]
+    options = VllmOptions(tensor_parallel_size=ranks, engine_args={"max_num_batched_tokens": LENGTH})
+    return VllmEngine(model, dtype, **SIZES, options=options)  # type: ignore[arg-type]
 
 
 def ask(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from app.errors import AdapterInvalid, Conflict, InfrastructureFault, InvalidRequest, ObjectMissing
-from app.specs.job import HyperparametersSpec, LoraSpec
+from app.specs.job import LEAST_TEMPERATURE, HyperparametersSpec, LoraSpec
 from tests.engines.conftest import LENGTH, PROMPT, WAIT, Client, ask, reference_logprobs
 from workers.lora import WEIGHTS_FILE, fresh_adapter, weights_digest, write_adapter
 from workers.rollout.engine import GenerationRequest, GenerationResult, Pool
@@ -23,20 +23,23 @@ from workers.training.trainer import Trainer
 # --- what is sampled
 
 
-def test_logprobs_equal_transformers_at_a_temperature(client: Client, model: Path, adapters: list[Path]) -> None:
+@pytest.mark.parametrize("temperature", [0.7, LEAST_TEMPERATURE])
+def test_logprobs_equal_transformers_at_a_temperature(
+    client: Client, model: Path, adapters: list[Path], temperature: float
+) -> None:
     """Mixed adapters and the base model, shared and long prompts, rows that leave at different times."""
     client.load("a", adapters[0])
     client.load("b", adapters[1])
     cases = [("a", PROMPT), ("a", PROMPT), ("b", PROMPT), (None, PROMPT * 5), ("a", PROMPT[:7]), ("b", [*PROMPT, 9])]
     requests = [
-        ask(f"{i}", adapter, prompt, max_tokens=8 + i, temperature=0.7, seed=i)
+        ask(f"{i}", adapter, prompt, max_tokens=8 + i, temperature=temperature, seed=i)
         for i, (adapter, prompt) in enumerate(cases)
     ]
     folders = {"a": adapters[0], "b": adapters[1], None: None}
     for request, result in zip(requests, client.run(*requests), strict=True):
         ids = [*request.token_ids, *result.token_ids]
-        expected = reference_logprobs(model, folders[request.adapter], ids, len(request.token_ids), 0.7)
-        assert result.logprobs == pytest.approx(expected, abs=1e-4)
+        expected = reference_logprobs(model, folders[request.adapter], ids, len(request.token_ids), temperature)
+        assert result.logprobs == pytest.approx(expected, abs=7e-5 / temperature)
 
 
 def test_logprobs_under_top_p_are_of_what_was_left(client: Client, model: Path) -> None:
@@ -90,6 +93,13 @@ def test_greedy_is_the_argmax_of_transformers(
     ids = PROMPT + result.token_ids
     expected = reference_logprobs(model, adapters[0] if adapter else None, ids, len(PROMPT))
     assert result.logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_long_prompts_that_come_at_once_get_what_each_gets_alone(client: Client) -> None:
+    """More tokens than vLLM takes in a step."""
+    asks = [ask(f"{i}", prompt=[40 + i, *PROMPT * 4], max_tokens=20, seed=i) for i in range(4)]
+    together = [result.token_ids for result in client.run(*asks)]
+    assert together == [client.run(request)[0].token_ids for request in asks]
 
 
 def test_same_seed_same_tokens_whoever_else_runs(client: Client) -> None:
@@ -194,6 +204,7 @@ def test_an_oversize_request_is_refused_with_the_numbers(client: Client) -> None
         ("token_ids", ask("r", prompt=[64])),
         ("max_tokens", ask("r", max_tokens=0)),
         ("temperature", ask("r", temperature=float("nan"))),
+        ("temperature", ask("r", temperature=0.009)),
         ("top_p", ask("r", top_p=0.0)),
         ("seed", ask("r", seed=-1)),
     ],

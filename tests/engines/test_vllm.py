@@ -252,7 +252,7 @@ def test_slots_of_a_tensor_parallel_group_are_proved_and_serve(model: Path, adap
     """Two ranks: each holds half of every tensor but of the one key head's, which both have whole. A slot that holds
     other weights in one of them is found out, and `close` leaves neither processes nor tasks."""
     before = processes()
-    engine = make_vllm_engine(model, options=VllmOptions(tensor_parallel_size=2))
+    engine = make_vllm_engine(model, ranks=2)
     assert isinstance(engine, VllmEngine)
     client = Client(engine)
     leave_slot(client, adapters)

@@ -254,6 +254,16 @@ def test_a_stream_of_bytes_is_server_sent_events_to_the_end(client: openai.OpenA
     assert lines[-1] == "data: [DONE]"
 
 
+def test_a_temperature_near_zero_is_taken_for_the_least_there_is(client: openai.OpenAI) -> None:
+    def answer(temperature: float) -> str | None:
+        answers = client.chat.completions.create(
+            model=by_hand.MODEL, messages=QUESTION, temperature=temperature, seed=3, max_tokens=24
+        )
+        return answers.choices[0].message.content
+
+    assert answer(1e-6) == answer(0.01)
+
+
 def test_the_same_seed_samples_the_same_and_n_samples_differently(client: openai.OpenAI) -> None:
     asked = {"model": by_hand.MODEL, "messages": QUESTION, "max_tokens": 20, "n": 3, "seed": -7}
     first, second = (client.chat.completions.create(**asked) for _ in range(2))

@@ -63,7 +63,7 @@ def test_a_short_document_is_enough() -> None:
         ),
         ({"lora": {"rank": 5}}, "lora.rank", "must be one of 1, 8, 16"),
         ({"lora": {"target_modules": ["embed_tokens"]}}, "lora.target_modules", "choose from q_proj"),
-        ({"sampling": {"temperature": 0}}, "sampling.temperature", "must be above 0"),
+        ({"sampling": {"temperature": 0.009}}, "sampling.temperature", "must be at least 0.01"),
         ({"sampling": {"top_p": 0.9}}, "sampling.top_p", "known fields: max_tokens, temperature"),
         ({"evaluation": {"every": -1}}, "evaluation.every", "must be at least 0"),
         ({"seed": -1}, "seed", "must be at least 0"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from app.errors import InvalidRequest
+from app.specs.job import LEAST_TEMPERATURE
 
 FinishReason = Literal["stop", "length", "abort"]
 Pool = Literal["rollout", "chat"]  # each has rows and adapter slots of its own, so that neither starves the other
@@ -52,8 +53,10 @@ def check_request(request: GenerationRequest, rows: int, vocab_size: int, max_le
             f"over this engine's {max_length} tokens a request",
             param="max_tokens",
         )
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidRequest(f"temperature is {sampling.temperature}; must be 0 or more", param="temperature")
+    if not (sampling.temperature == 0 or LEAST_TEMPERATURE <= sampling.temperature < math.inf):
+        raise InvalidRequest(
+            f"temperature is {sampling.temperature}; must be 0, or {LEAST_TEMPERATURE} or more", param="temperature"
+        )
     if not 0 < sampling.top_p <= 1:
         raise InvalidRequest(f"top_p is {sampling.top_p}; must be over 0 and at most 1", param="top_p")
     if sampling.seed < 0:

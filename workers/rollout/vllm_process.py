@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +40,7 @@ from workers.rollout.vllm_worker import Part  # noqa: E402
 CPU_BLOCK = 32  # tokens of a key/value block on the CPU: short prompts share prefixes too
 SPARE = 1  # the last slot stays empty: vLLM's CPU kernels give rows without adapter the weights of slot -1
 CALL_SECONDS = 120.0  # that reading or freeing a slot may take
+HASHING_SECONDS = 0.01  # between two questions whether a slot is hashed
 
 __all__ = ["EngineDeadError", "Vllm", "VllmOptions", "VllmSizes"]
 
@@ -161,7 +164,12 @@ class Vllm:
         await self._llm.collective_rpc("marlaas_free_slot", CALL_SECONDS, (adapter_id,))
 
     async def read_slot(self, adapter_id: int, rank: int) -> list[list[Part]]:
-        ranks = await self._llm.collective_rpc("marlaas_read_slot", CALL_SECONDS, (adapter_id, rank))
+        await self._llm.collective_rpc("marlaas_copy_slot", CALL_SECONDS, (adapter_id, rank))
+        until = time.monotonic() + CALL_SECONDS
+        while None in (ranks := await self._llm.collective_rpc("marlaas_slot_parts", CALL_SECONDS)):
+            if time.monotonic() > until:
+                raise InfrastructureFault(f"vLLM did not hash a slot within {CALL_SECONDS:.0f} seconds")
+            await asyncio.sleep(HASHING_SECONDS)
         return [[(name, axis, start, stop, hashed) for name, axis, start, stop, hashed in parts] for parts in ranks]
 
 
@@ -172,6 +180,8 @@ def engine_args(sizes: VllmSizes, options: VllmOptions) -> AsyncEngineArgs:
         cpu = {"block_size": CPU_BLOCK, "num_gpu_blocks_override": blocks + 1, "enforce_eager": True}
         if options.tensor_parallel_size == 1:
             cpu |= {"distributed_executor_backend": "uni"}
+        # After a piece of a prompt vLLM turns its request's random stream back, which it cannot do on the CPU: it dies.
+        cpu |= {"enable_chunked_prefill": False}
         cpu |= {"kv_cache_memory_bytes": 1 << 30}  # only that vLLM does not weigh the machine's memory
     arguments: dict[str, Any] = {
         "model": str(sizes.model),

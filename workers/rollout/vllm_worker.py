@@ -12,7 +12,10 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +33,21 @@ def tensor_hash(tensor: torch.Tensor) -> str:
     if not tensor.any():
         return ""
     return hashlib.sha256(tensor.to("cpu").contiguous().view(torch.uint8).numpy().data).hexdigest()
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a rank's slot holds of one tensor of the adapter file, and what lies past the adapter's rank."""
+
+    name: str
+    axis: int
+    start: int
+    tensor: torch.Tensor
+    padding: torch.Tensor
+
+    def hashed(self) -> Part:
+        found = RANK_PADDING if self.padding.any() else tensor_hash(self.tensor)
+        return self.name, self.axis, self.start, self.start + self.tensor.shape[self.axis], found
 
 
 class WorkerExtension:
@@ -63,25 +81,31 @@ class WorkerExtension:
 
         threading.Thread(target=watch, name="owner", daemon=True).start()
 
-    def marlaas_read_slot(self, adapter_id: int, rank: int) -> list[Part]:
-        """Every part of the slot that serves the adapter now. Raises ValueError when no slot does."""
+    def marlaas_copy_slot(self, adapter_id: int, rank: int) -> None:
+        """Copies the slot that serves the adapter now and begins to hash the copy: decoding waits for the copy alone.
+
+        Raises ValueError when no slot does.
+        """
         manager = self._marlaas_manager()
         slot = manager.lora_index_to_id.index(adapter_id)
-        found: list[Part] = []
+        copied: list[Copied] = []
         for name, module in manager.modules.items():
             if isinstance(module.lora_a_stacked, torch.Tensor):  # embeddings and head: no adapter of ours has these
-                found.append((tensor_name(name, "A"), 0, 0, 0, tensor_hash(module.lora_a_stacked[slot])))
+                whole = module.lora_a_stacked[slot].clone()
+                copied.append(Copied(tensor_name(name, "A"), 0, 0, whole, whole.new_empty(0)))
                 continue
             for place, part in enumerate(manager.packed_modules.get(name, [name])):
-                a = module.lora_a_stacked[place][slot, 0]
-                b = module.lora_b_stacked[place][slot, 0]
-                clean = not (a[rank:].any() or b[:, rank:].any())
-                a, b = a[:rank], b[:, :rank]
+                a = module.lora_a_stacked[place][slot, 0].clone()
+                b = module.lora_b_stacked[place][slot, 0].clone()
                 a_start, b_start = a.shape[1] * _a_shard(module), b.shape[0] * _b_shard(module, place)
-                a_hash, b_hash = (tensor_hash(a), tensor_hash(b)) if clean else (RANK_PADDING, RANK_PADDING)
-                found.append((tensor_name(part, "A"), 1, a_start, a_start + a.shape[1], a_hash))
-                found.append((tensor_name(part, "B"), 0, b_start, b_start + b.shape[0], b_hash))
-        return found
+                copied.append(Copied(tensor_name(part, "A"), 1, a_start, a[:rank], a[rank:]))
+                copied.append(Copied(tensor_name(part, "B"), 0, b_start, b[:, :rank], b[:, rank:]))
+        self._marlaas_hashing: Future[list[Part]] = Future()
+        threading.Thread(target=_hash, args=(copied, self._marlaas_hashing), name="hashing", daemon=True).start()
+
+    def marlaas_slot_parts(self) -> list[Part] | None:
+        """Every part of the slot that was copied last; None: not all are hashed yet."""
+        return self._marlaas_hashing.result() if self._marlaas_hashing.done() else None
 
     def marlaas_free_slot(self, adapter_id: int) -> bool:
         """Takes the adapter out of its slot; vLLM keeps it in its CPU cache."""
@@ -89,6 +113,14 @@ class WorkerExtension:
 
     def _marlaas_manager(self) -> Any:
         return self.model_runner.lora_manager._adapter_manager  # type: ignore[attr-defined]
+
+
+def _hash(copied: Sequence[Copied], hashing: Future[list[Part]]) -> None:
+    torch.set_num_threads(1)  # of this thread: it must not start a team of its own beside the engine's
+    try:
+        hashing.set_result([part.hashed() for part in copied])
+    except Exception as error:  # is raised where the parts are asked for
+        hashing.set_exception(error)
 
 
 def _a_shard(module: Any) -> int:
