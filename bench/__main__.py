@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 from app import base_models as files
 from app.settings import get_settings
-from bench import api, mixed, overhead, plots, rollout, roofline, rounds, skyrl, summary, training
+from bench import api, mixed, overhead, plots, rollout, roofline, rounds, skyrl, streamed, summary, training
 from bench.report import RESULTS, RESULTS_VARIABLE, console
 from bench.service import running_stack
 
 ALONE = ("roofline", "rollout", "training")  # parts of the system, without its servers
-WITH_SERVERS = ("round", "skyrl", "jobs", "overhead", "api")
+WITH_SERVERS = ("round", "skyrl", "jobs", "streamed", "overhead", "api")
 BENCHMARKS = (*ALONE, *WITH_SERVERS)
 
 
@@ -50,6 +50,7 @@ def main() -> None:
             run(wanted, round=lambda: rounds.main(state_dir, options.turns))
             run(wanted, skyrl=lambda: skyrl.main(state_dir, options.full, skyrl.Size()))
             run(wanted, jobs=lambda: mixed.main(state_dir, mixed.Size(options.steps, options.prompts, options.group)))
+            run(wanted, streamed=lambda: streamed.main(state_dir, streamed.Size()))
             run(wanted, overhead=lambda: overhead.main(state_dir, options.rounds))
             run(wanted, api=lambda: api.main(state_dir, options.clients, options.seconds))
     plots.main()

@@ -21,7 +21,7 @@ from app.db import transaction
 from app.models import Round
 from bench.intervals import Interval, clip, covered, merge, overlap, total, without
 from bench.report import Spread, console, save, table, verdict
-from bench.rounds import GROUP_SIZE, PROMPTS, TOKENS, run_rounds, setup, warm_service
+from bench.rounds import GROUP_SIZE, PROMPTS, TOKENS, phases, run_rounds, setup, warm_service
 from bench.service import STAGES
 
 TARGET = 0.05  # of the round
@@ -57,6 +57,7 @@ def run(state_dir: Path, rounds: int, shots: int) -> list[dict[str, float]]:
     include["rollout"] = ["bench.forced", "bench.probe"]
     with warm_service(state_dir, setup(len(os.sched_getaffinity(0)), **include), shots) as owner:
         job_id = run_rounds(owner, shots, rounds)
+    phases(job_id)  # raises where rounds were not of the size that is meant
     with transaction() as session:
         found = session.scalars(select(Round).where(Round.job_id == job_id).order_by(Round.policy_version)).all()
     intervals: dict[str, list[Interval]] = defaultdict(list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench import rollout, rounds, skyrl, training
+from bench import rollout, rounds, skyrl, streamed, training
 from bench.report import console, load, save, table, verdict
 
 BENCHMARKS = {
@@ -10,6 +10,7 @@ BENCHMARKS = {
     "training": training.TARGETS,
     "round": rounds.TARGETS,
     "skyrl": skyrl.TARGETS,
+    "streamed": streamed.TARGETS,
 }
 
 

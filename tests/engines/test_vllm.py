@@ -32,6 +32,7 @@ from workers.rollout.engine import Engine
 from workers.rollout.vllm_adapters import Staged
 from workers.rollout.vllm_engine import VllmEngine
 from workers.rollout.vllm_process import VllmOptions, VllmSizes, child_environment
+from workers.rollout.vllm_worker import Part
 
 ROOT = Path(__file__).resolve().parents[2]
 RESTART = 120  # seconds; a restart needs about ten
@@ -121,6 +122,34 @@ def test_a_used_id_is_found_out(client: Client, engine: VllmEngine, adapters: li
             client.load("b", adapters[1])
     assert engine.load_adapter("a2", adapters[0]) == digest
     engine.unload_adapter("a2")
+
+
+@pytest.mark.parametrize("broken", ["hangs", "fails"])
+def test_an_adapter_whose_slot_was_not_read_is_proved_before_it_serves(
+    client: Client, engine: VllmEngine, adapters: list[Path], monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    calls, read = engine._adapters.calls, []
+    read_slot = calls.read_slot
+
+    async def never(*_: object) -> list[list[Part]]:
+        if broken == "fails":
+            raise InfrastructureFault("vLLM did not read a slot back")
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def recorded(adapter_id: int, rank: int) -> list[list[Part]]:
+        read.append(adapter_id)
+        return await read_slot(adapter_id, rank)
+
+    monkeypatch.setattr(module, "LOAD_SECONDS", 1.0)
+    monkeypatch.setattr(calls, "read_slot", never)
+    with pytest.raises(InfrastructureFault):
+        client.load("a", adapters[0])
+    assert "a" not in engine.stats().resident
+    monkeypatch.setattr(calls, "read_slot", recorded)
+    monkeypatch.setattr(module, "LOAD_SECONDS", WAIT)
+    client.load("a", adapters[0])
+    client.run(ask("r", "a"))
+    assert len(read) == 1
 
 
 def test_ids_are_never_used_twice(

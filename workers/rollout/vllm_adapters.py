@@ -48,7 +48,7 @@ class LoraCalls(Protocol):
     async def free_slot(self, adapter_id: int) -> None: ...
 
     async def read_slot(self, adapter_id: int, rank: int) -> list[list[Part]]:
-        """One list for each tensor parallel rank."""
+        """One list for each tensor parallel rank. Raises InfrastructureFault."""
         ...
 
 
@@ -176,7 +176,8 @@ class Loaded:
 
     staged: Staged
     id: int
-    in_slot: bool = False
+    in_slot: bool = False  # it is in one, or may be
+    proved: bool = False  # the slot was read back
     pins: int = 0  # live requests that run on it
 
 
@@ -227,7 +228,7 @@ class VllmAdapters:
         """
         async with self._one_load:
             loaded = self._loaded.get(key)
-            if loaded is None or not loaded.in_slot or key not in self._registered:
+            if loaded is None or not loaded.proved or key not in self._registered:
                 loaded = await self._load(key)
             self._loaded.move_to_end(key)
             loaded.pins += 1
@@ -263,8 +264,8 @@ class VllmAdapters:
         self._loaded.clear()
 
     def in_slots(self) -> dict[str, str]:
-        """Key -> digest. Called from any thread."""
-        return {key: loaded.staged.digest for key, loaded in list(self._loaded.items()) if loaded.in_slot}
+        """Key -> digest of those that are proved. Called from any thread."""
+        return {key: loaded.staged.digest for key, loaded in list(self._loaded.items()) if loaded.proved}
 
     def known(self, key: str, source: Path) -> str | None:
         """The digest, where the key is registered from this very folder. Called from any thread."""
@@ -286,10 +287,11 @@ class VllmAdapters:
             if loaded is None:
                 loaded = self._loaded[key] = Loaded(staged, next(self._ids))
             try:
+                loaded.in_slot = True
                 # The name is part of vLLM's prefix cache keys: the same weights find their prefixes again.
                 await self.calls.add(f"{key}:{staged.digest}", loaded.id, staged.folder)
-                loaded.in_slot = True
-                if staged.is_in(await self.calls.read_slot(loaded.id, staged.rank)):
+                loaded.proved = staged.is_in(await self.calls.read_slot(loaded.id, staged.rank))
+                if loaded.proved:
                     return loaded
             except InfrastructureFault:
                 await self._drop(key)
@@ -318,7 +320,7 @@ class VllmAdapters:
         if len(in_slots) == self._slots:
             victim = next(loaded for loaded in unpinned if loaded.in_slot)
             await self.calls.free_slot(victim.id)
-            victim.in_slot = False
+            victim.in_slot = victim.proved = False
         if new and len(self._loaded) == self._cached:
             await self._drop(next(loaded.staged.key for loaded in unpinned if not loaded.in_slot))
 

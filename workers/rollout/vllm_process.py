@@ -150,12 +150,8 @@ class Vllm:
             await outputs.aclose()
 
     async def add(self, name: str, adapter_id: int, folder: Path) -> None:
-        try:
+        with failing_as("vLLM did not load the adapter"):
             await self._llm.add_lora(LoRARequest(name, adapter_id, str(folder)))
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            raise InfrastructureFault(f"vLLM did not load the adapter: {error}") from error
 
     async def remove(self, adapter_id: int) -> None:
         await self._llm.remove_lora(adapter_id)
@@ -164,13 +160,25 @@ class Vllm:
         await self._llm.collective_rpc("marlaas_free_slot", CALL_SECONDS, (adapter_id,))
 
     async def read_slot(self, adapter_id: int, rank: int) -> list[list[Part]]:
-        await self._llm.collective_rpc("marlaas_copy_slot", CALL_SECONDS, (adapter_id, rank))
-        until = time.monotonic() + CALL_SECONDS
-        while None in (ranks := await self._llm.collective_rpc("marlaas_slot_parts", CALL_SECONDS)):
-            if time.monotonic() > until:
-                raise InfrastructureFault(f"vLLM did not hash a slot within {CALL_SECONDS:.0f} seconds")
-            await asyncio.sleep(HASHING_SECONDS)
+        with failing_as("vLLM did not read a slot back"):
+            await self._llm.collective_rpc("marlaas_copy_slot", CALL_SECONDS, (adapter_id, rank))
+            until = time.monotonic() + CALL_SECONDS
+            while None in (ranks := await self._llm.collective_rpc("marlaas_slot_parts", CALL_SECONDS)):
+                if time.monotonic() > until:
+                    raise TimeoutError(f"not hashed within {CALL_SECONDS:.0f} seconds")
+                await asyncio.sleep(HASHING_SECONDS)
         return [[(name, axis, start, stop, hashed) for name, axis, start, stop, hashed in parts] for parts in ranks]
+
+
+@contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Errors but the engine's death are faults that do not reach other requests."""
+    try:
+        yield
+    except EngineDeadError:
+        raise
+    except Exception as error:
+        raise InfrastructureFault(f"{what}: {error}") from error
 
 
 def engine_args(sizes: VllmSizes, options: VllmOptions) -> AsyncEngineArgs:
