@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import matplotlib
@@ -81,7 +82,7 @@ def skyrl(figures: dict[str, Any]) -> None:
     rows = figures["rows"]
     figure, axes = plt.subplots(figsize=(WIDTH / 1.5, HEIGHT), layout="constrained")
     labels = [f"{row['jobs']} job{'s' if row['jobs'] > 1 else ''}\n{row['peer']}" for row in rows]
-    middle = {key: [sorted(row[key])[len(row[key]) // 2] for row in rows] for key in ("ours", "skyrl")}
+    middle = {key: [median(row[key]) for row in rows] for key in ("ours", "skyrl")}
     bars(axes, labels, {"this system": middle["ours"], "SkyRL": middle["skyrl"]}, "steps an hour in all")
     axes.set_title("Jobs at once, 4 × 8 × 24 tokens", fontsize=10)
     figure.legend(fontsize=8, frameon=False, ncols=2, loc="outside lower center")
