@@ -100,6 +100,8 @@ class WorkerExtension:
                 a_start, b_start = a.shape[1] * _a_shard(module), b.shape[0] * _b_shard(module, place)
                 copied.append(Copied(tensor_name(part, "A"), 1, a_start, a[:rank], a[rank:]))
                 copied.append(Copied(tensor_name(part, "B"), 0, b_start, b[:, :rank], b[:, rank:]))
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # the hashing thread has a stream of its own
         self._marlaas_hashing: Future[list[Part]] = Future()
         threading.Thread(target=_hash, args=(copied, self._marlaas_hashing), name="hashing", daemon=True).start()
 
