@@ -31,7 +31,7 @@ ROWS = {
     "round": "round, from opening to commit",
     "generate": "generation",
     "environment": "environment calls",
-    "update": "update of the trainer",
+    "update": "updates of the trainer, groups computed ahead included",
     "files": "adapter and checkpoint files: S3 and local cache",
     "alone": "nothing of these: database, queues, hand-overs",
     "alone_opening": "  from opening to the first call",
@@ -80,6 +80,8 @@ def account(round_: Round, intervals: Mapping[str, Sequence[Interval]]) -> dict[
     )
     window = (created, finished)
     mine = {kind: clip(found, window) for kind, found in intervals.items()}
+    # A message to a trainer that is at work waits for the work, not for the queue.
+    mine["message"] = without(mine.get("message", []), mine.get("update", []))
     work = [interval for kind in WORK for interval in mine[kind]]
     busy = merge([*work, *without(mine["files"], mine["transaction"])])  # these are announced in the database
 

@@ -92,6 +92,7 @@ def time_training() -> None:
     from workers.training.worker import TrainingWorker
 
     timed(Trainer, "update", "update")
+    timed(Trainer, "group_sums", "update")  # ahead of the round, too
     timed(TrainingWorker, "load_adapter", "files")
     timed(TrainingWorker, "load_optimizer", "files")
     timed(Publisher, "upload", "files")
