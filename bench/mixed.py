@@ -102,7 +102,7 @@ def figures(job_ids: Sequence[uuid.UUID]) -> dict[str, Any]:
         "training_seconds": trained,
         "generating_seconds": covered(i for found in by_job["rollout"].values() for i in found),
         "environment_seconds": covered(i for found in by_job["environment"].values() for i in found),
-        "training_beside_generation": beside / trained,
+        "training_beside_generation": beside / trained if trained else 0.0,
         "mean_wait_for_trainer": sum(waits) / len(waits),
         "round_seconds": {
             str(job): [
