@@ -81,7 +81,7 @@ def account(round_: Round, intervals: Mapping[str, Sequence[Interval]]) -> dict[
     window = (created, finished)
     mine = {kind: clip(found, window) for kind, found in intervals.items()}
     # A message to a trainer that is at work waits for the work, not for the queue.
-    mine["message"] = without(mine.get("message", []), mine.get("update", []))
+    mine["message"] = [part for sent in mine["message"] for part in without([sent], mine["update"])]
     work = [interval for kind in WORK for interval in mine[kind]]
     busy = merge([*work, *without(mine["files"], mine["transaction"])])  # these are announced in the database
 

@@ -35,7 +35,7 @@ SIDES = {
     "vllm-engine": "vLLM engine",
     "transformers": "transformers",
 }
-COMPARED = ("torch", "vllm")  # in the targets: these alternate, the others take one turn unless all is wanted
+COMPARED = ("torch", "vllm")  # in the targets: these alternate, the others take one turn
 WARM_TOKENS = 16  # rows start in waves of prefill: so many that all of them decode at some time
 SLOWED_BATCH, SLOWED_ADAPTERS = 64, 32  # of the target
 TCMALLOC = Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4")  # vLLM's advice, if it is installed
@@ -53,8 +53,7 @@ class Size:
     adapters: tuple[int, ...]
     prompt: int
     tokens: int
-    turns: int
-    other_turns: int
+    turns: int  # of the sides that are compared
 
     @property
     def slowed(self) -> int:
@@ -62,9 +61,9 @@ class Size:
         return SLOWED_BATCH if SLOWED_BATCH in self.batches else max(self.batches)
 
 
-QUICK = Size(batches=(32, 64), adapters=(0, 4, 32), prompt=32, tokens=32, turns=3, other_turns=1)
-FULL = Size(batches=(1, 8, 32, 64, 128), adapters=(0, 1, 4, 8, 32), prompt=32, tokens=32, turns=3, other_turns=1)
-TINY = Size(batches=(4,), adapters=(0, 2), prompt=8, tokens=8, turns=1, other_turns=1)
+QUICK = Size(batches=(32, 64), adapters=(0, 4, 32), prompt=32, tokens=32, turns=3)
+FULL = Size(batches=(1, 8, 32, 64, 128), adapters=(0, 1, 4, 8, 32), prompt=32, tokens=32, turns=3)
+TINY = Size(batches=(4,), adapters=(0, 2), prompt=8, tokens=8, turns=1)
 SIZES = {"quick": QUICK, "full": FULL, "tiny": TINY}
 
 
@@ -172,9 +171,9 @@ def run(size: Size, sides: Sequence[str], model: Path, logs: Path) -> tuple[dict
             for (_, batch), child in running.items():
                 ask(child, batch, adapters, WARM_TOKENS)
             ready = time.monotonic()
-            for turn in range(max(size.turns, size.other_turns)):
+            for turn in range(size.turns):
                 for (side, batch), child in running.items():
-                    if turn < (size.turns if side in COMPARED else size.other_turns):
+                    if turn == 0 or side in COMPARED:
                         answers[side, batch, adapters].append(ask(child, batch, adapters, size.tokens))
             if adapters == max(size.adapters):
                 for _ in range(size.turns + 1):

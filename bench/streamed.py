@@ -19,12 +19,11 @@ from sqlalchemy import select
 from app.db import transaction
 from app.models import StepMetrics
 from bench import service
-from bench.mixed import SETUP, documents, figures
+from bench.mixed import SETUP, SIDE_SECONDS, documents, figures
 from bench.mixed import Size as Jobs
 from bench.report import Spread, Target, console, save, table
 
 JOBS = (1, 4)
-SIDE_SECONDS = 600
 TARGETS = {"streamed": Target("one job with streamed groups against without", 1.0, "times the tokens/s")}
 
 

@@ -42,6 +42,7 @@ from workers.rollout.vllm_process import EngineDeadError, Vllm, VllmOptions, Vll
 RATE_SECONDS = 5.0  # window of tokens_per_second
 RESTARTS, RESTART_WINDOW = 3, 900.0  # this many restarts within this many seconds are too many
 LOAD_SECONDS = 300.0  # that loading one adapter may take, a restart included
+CLOSE_SECONDS = 10.0  # that cancelled tasks may take to end
 
 log = structlog.get_logger(__name__)
 OnToken = Callable[[int, float], None]
@@ -425,4 +426,5 @@ async def _cancel_tasks() -> None:
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    if others:
+        await asyncio.wait(others, timeout=CLOSE_SECONDS)

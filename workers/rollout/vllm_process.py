@@ -186,10 +186,10 @@ def engine_args(sizes: VllmSizes, options: VllmOptions) -> AsyncEngineArgs:
     if current_platform.is_cpu():
         blocks = sizes.rows * -(-sizes.length // CPU_BLOCK)
         cpu = {"block_size": CPU_BLOCK, "num_gpu_blocks_override": blocks + 1, "enforce_eager": True}
-        if options.tensor_parallel_size == 1:
-            cpu |= {"distributed_executor_backend": "uni"}
         # After a piece of a prompt vLLM turns its request's random stream back, which it cannot do on the CPU: it dies.
         cpu |= {"enable_chunked_prefill": False}
+        if options.tensor_parallel_size == 1:
+            cpu |= {"distributed_executor_backend": "uni"}
         cpu |= {"kv_cache_memory_bytes": 1 << 30}  # only that vLLM does not weigh the machine's memory
     arguments: dict[str, Any] = {
         "model": str(sizes.model),
