@@ -63,7 +63,7 @@ class Size:
 
 QUICK = Size(batches=(32, 64), adapters=(0, 4, 32), prompt=32, tokens=32, turns=3)
 FULL = Size(batches=(1, 8, 32, 64, 128), adapters=(0, 1, 4, 8, 32), prompt=32, tokens=32, turns=3)
-TINY = Size(batches=(4,), adapters=(0, 2), prompt=8, tokens=8, turns=1)
+TINY = Size(batches=(4,), adapters=(0, 2), prompt=8, tokens=16, turns=1)
 SIZES = {"quick": QUICK, "full": FULL, "tiny": TINY}
 
 
