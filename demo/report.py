@@ -14,7 +14,7 @@ from rich.table import Table
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from app.cli.output import duration, out, plain, say, table
+from app.cli.output import duration, out, plain, table
 from app.manager.metrics import step_metrics
 from app.models import Job, PhaseSpan, Round, Tenant
 from app.models.job import JobState
@@ -117,8 +117,6 @@ def make_report(
 
 
 def show(report: Report) -> None:
-    prompts = report.jobs[0].before["prompts"]
-    say(f"pass rate on {prompts} held-out prompts, sampled at T = 1 with transformers and PEFT:")
     out.print(_pass_rates(report.jobs))
     out.print()
     out.print(_speeds(report.jobs))
@@ -144,9 +142,7 @@ def _pass_rates(jobs: Sequence[JobReport]) -> Table:
         "SAME ANSWER": lambda j: j.after and f"{j.after['most_frequent_share']:.0%}",
     }
     prompts = jobs[0].before["prompts"]
-    return table(
-        jobs, cells, title=f"Pass rate on {prompts} held-out prompts, sampled at T = 1 by transformers and PEFT"
-    )
+    return table(jobs, cells, title=f"Pass rate on {prompts} held-out prompts, by transformers and PEFT")
 
 
 def _speeds(jobs: Sequence[JobReport]) -> Table:
